@@ -1,0 +1,54 @@
+"""One GPU job on the host, as a transient systemd unit that cannot live beside the server."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+from taugate.errors import HostError
+from taugate.host.transport import Completed, OnLine, Transport
+from taugate.host.unit import valid_unit_name
+
+_ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+# systemd ends the job at its RuntimeMaxSec; after that it may need TimeoutStopSec (90 s) to kill it.
+_GRACE_S = 120.0
+
+
+def job_unit(window_id: str, number: int) -> str:
+    """The unit's name.
+
+    A number is never used twice: systemd keeps the old name while something refers to it.
+    """
+    return f"taugate-job-{window_id}-{number}"
+
+
+def run_job(
+    transport: Transport,
+    argv: Sequence[str],
+    *,
+    window_id: str,
+    number: int,
+    service: str,
+    work_dir: str,
+    deadline_s: float,
+    env: Mapping[str, str] | None = None,
+    on_line: OnLine | None = None,
+) -> Completed:
+    """Run `argv` in `work_dir` on the host until it ends; systemd kills it after `deadline_s` seconds.
+
+    Conflicts=service: whoever starts the server ends the job first. A job that failed is a value (rc);
+    rc None = its end is unknown. Raises HostError, and DeadlineError if even systemd did not end it.
+    """
+    unit = valid_unit_name(job_unit(window_id, number) + ".service").removesuffix(".service")
+    service = valid_unit_name(service)
+    for name in env or {}:
+        if not _ENV_NAME.fullmatch(name):
+            raise HostError(f"{name!r} is not the name of an environment variable for a job")
+    command = [
+        "systemd-run", "--quiet", "--collect", "--wait", "--pipe", f"--unit={unit}",
+        f"--property=Conflicts={service}", f"--property=After={service}",
+        f"--property=RuntimeMaxSec={max(1, round(deadline_s))}", f"--property=WorkingDirectory={work_dir}",
+        *(f"--setenv={name}={value}" for name, value in (env or {}).items()),
+        *argv,
+    ]  # fmt: skip
+    return transport.run(command, deadline=deadline_s + _GRACE_S, on_line=on_line)

@@ -1,0 +1,159 @@
+"""Bringing the server back: start it, see the same identity answer, see real requests succeed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from taugate.errors import DeadlineError, HostError, LeaseLost, WindowError
+from taugate.host.host import Host
+from taugate.host.record import WindowSettings
+from taugate.host.sglang import Generation, ServerIdentity
+from taugate.polling import poll
+
+T = TypeVar("T")
+_MAX_STARTS_AFTER_FAILURE = 1
+_RESTART_IDLE_S = 5.0  # a start command that had no effect is given again after this
+_SURE = 3  # a wrong identity must be read this often before it is believed
+
+
+class Restore:
+    """The steps of a restore. All may be repeated: an interrupted restore simply begins again."""
+
+    def __init__(
+        self,
+        host: Host,
+        settings: WindowSettings,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._host, self._settings = host, settings
+        self._clock, self._sleep = clock, sleep
+        self._trouble = ""
+
+    def persist(self, action: Callable[[], T], what: str) -> T:
+        """Do `action`, again and again for `persist_s` while the host does not answer or refuses.
+
+        Raises HostError.
+        """
+        end = self._clock() + self._settings.persist_s
+        while True:
+            try:
+                return action()
+            except (LeaseLost, WindowError):
+                raise
+            except (HostError, OSError) as error:
+                if self._clock() >= end:
+                    raise WindowError(f"{what} failed for {self._settings.persist_s:g} s: {error}") from error
+                self._sleep(2.0)
+
+    def stop_jobs(self) -> None:
+        """Stop every job of this window. A pattern that matches nothing is fine. Raises WindowError."""
+        glob = f"taugate-job-{self._settings.window_id}-*.service"
+
+        def stop() -> None:
+            done = self._host.transport.run(["systemctl", "stop", glob], deadline=120.0)
+            if done.rc != 5:
+                done.check("stopping the window's jobs")
+
+        self.persist(stop, "stopping the window's jobs")
+
+    def start(self, expected: ServerIdentity) -> ServerIdentity:
+        """Start the unit and wait until `expected` answers. Raises WindowError with what was seen last."""
+        self.persist(self._host.unit.start, f"starting {self._host.unit.name}")
+        self._failures = self._wrong = 0
+        self._started = self._clock()
+        self._trouble = "nothing was heard from it"
+        try:
+            return poll(
+                lambda: self._serving(expected),
+                deadline=self._settings.start_timeout_s,
+                what=f"serving by {self._host.unit.name}",
+                interval=self._settings.poll_s,
+                clock=self._clock,
+                sleep=self._sleep,
+            )
+        except DeadlineError as error:
+            raise WindowError(f"{error}: {self._trouble}") from error
+
+    def verify(self) -> list[Generation]:
+        """Real generations, all of which must succeed; the first can be compared with the canary.
+
+        Raises WindowError.
+        """
+        settings = self._settings
+
+        def generate() -> Generation:
+            return self._host.server.generate(
+                settings.canary_input_ids, settings.canary_tokens, top_logprobs=2
+            )
+
+        count = max(2, settings.verify_requests)
+        return [self.persist(generate, f"test request {number + 1} of {count}") for number in range(count)]
+
+    def is_active(self) -> bool:
+        """Whether systemd still calls the unit active: a stop that was under way may have come last."""
+        return (
+            self.persist(self._host.unit.show, f"reading the state of {self._host.unit.name}").active
+            == "active"
+        )
+
+    def broken(self, why: str, timer: str, lost: str | None) -> str:
+        """The sentence for a server that did not come back: why, what the host will do, what a person can
+        do.
+        """
+        name = self._host.unit.name
+        if lost:
+            host_does = f"the host's dead-man timer has already run ({lost})"
+        else:
+            host_does = (
+                f"the host starts it by itself within {self._settings.ttl_s:g} s ({timer} stays armed)"
+            )
+        by_hand = self._host.by_hand(f"systemctl start {name}")
+        return f"{name} on {self._host.name} was not restored: {why}; {host_does}; by hand: `{by_hand}`"
+
+    def _serving(self, expected: ServerIdentity) -> ServerIdentity | None:
+        try:
+            return self._look(expected)
+        except WindowError:
+            raise
+        except HostError as error:
+            self._trouble = str(error)
+            return None
+
+    def _look(self, expected: ServerIdentity) -> ServerIdentity | None:
+        unit = self._host.unit
+        state = unit.show()
+        if state.active == "failed":
+            if self._failures >= _MAX_STARTS_AFTER_FAILURE:
+                raise WindowError(
+                    f"{unit.name} failed again after it was started (result {state.result}): see its journal"
+                )
+            self._failures += 1
+            self._start_again()
+        elif state.active == "inactive" and self._clock() - self._started >= _RESTART_IDLE_S:
+            self._start_again()
+        if state.active != "active":
+            self._trouble = f"the unit is {state.active} ({state.sub})"
+            return None
+        if not self._host.server.ready():
+            self._trouble = "the unit is active but the server is not ready"
+            return None
+        identity = self._host.server.identity()
+        if differences := identity.differs_from(expected):
+            self._wrong += 1
+            self._trouble = f"another server answers: {'; '.join(differences)}"
+            if self._wrong >= _SURE:
+                raise WindowError(self._trouble)
+            return None
+        return identity
+
+    def _start_again(self) -> None:
+        self._started = self._clock()
+        self._host.unit.start()
+
+
+def take_canary(host: Host, settings: WindowSettings) -> Generation:
+    """The canary's greedy continuation from the running server. Raises HostError."""
+    return host.server.generate(settings.canary_input_ids, settings.canary_tokens, top_logprobs=2)

@@ -1,0 +1,272 @@
+"""Borrowing the GPUs of a serving host, and giving them back whatever happens.
+
+SERVING -> LEASED -> STOPPED -> FREE -> HELD -> STARTING -> SERVING, or BROKEN. Two things restore the server:
+this client in every case it lives through, and the host's dead-man timer in the others. The timer is armed
+before the stop and disarmed after the restore has been verified; between the two the server is never down
+without it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from taugate.errors import JobError, LeaseLost, WindowError
+from taugate.host import job
+from taugate.host.host import Host
+from taugate.host.lease import Lease, Renewer
+from taugate.host.record import Journal, Phase, PhaseEvent, WindowRecord, WindowSettings, compare_canary
+from taugate.host.release import Before, Release, look_before, stop
+from taugate.host.restore import Restore, take_canary
+from taugate.host.transport import Completed, OnLine
+
+__all__ = ["Phase", "PhaseEvent", "Window", "WindowRecord", "WindowSettings"]
+
+
+class Window:
+    """One window on `host`. A context manager: entering opens it, leaving closes it.
+
+    on_event: called with each PhaseEvent as it happens; an exception in it is noted and does not stop the
+    window.
+    """
+
+    def __init__(
+        self,
+        host: Host,
+        settings: WindowSettings,
+        on_event: Callable[[PhaseEvent], None] | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self.host = host
+        self.settings = settings
+        self.record = WindowRecord(settings.window_id, host.name, host.unit.name)
+        self._journal = Journal(self.record, on_event, clock)
+        self._clock, self._sleep = clock, sleep
+        self._lease = Lease(host.transport, window_id=settings.window_id, owner=settings.owner)
+        self._renewer = Renewer(self._lease, settings.ttl_s, self._taken_by)
+        self._restore = Restore(host, settings, clock, sleep)
+        self._opened = self._closed = False
+        self._stopped_at: float | None = None
+        self._jobs = self._disarms = 0
+
+    @property
+    def phase(self) -> Phase:
+        """The phase reached last."""
+        return self._journal.phase
+
+    @property
+    def lost(self) -> str | None:
+        """None, or why the GPUs may no longer be used."""
+        return self._renewer.lost
+
+    def open(self) -> Window:
+        """Take the GPUs. Whatever goes wrong after the timer was armed, the server is back before this
+        raises.
+
+        Raises HostError and WindowError (also: in use by another window), DeadlineError.
+        """
+        if self._opened:
+            raise WindowError(f"window {self.settings.window_id} has been opened before: make a new one")
+        if not self.settings.canary_input_ids:
+            raise WindowError(
+                "a window needs canary_input_ids: without a real request nobody knows that a server serves"
+            )
+        self._journal.begin()
+        self.record.identity_before = self.host.server.identity()
+        self._canary = take_canary(self.host, self.settings)
+        before = look_before(self.host)
+        self._journal.event(
+            Phase.SERVING, f"{self.record.identity_before.model_id}; {before.gpus.describe()}"
+        )
+        self._opened = True
+        try:
+            self._acquire(before)
+        except BaseException as error:
+            self._close_after(error)
+            raise
+        return self
+
+    def run_job(
+        self,
+        argv: Sequence[str],
+        *,
+        deadline_s: float,
+        env: Mapping[str, str] | None = None,
+        on_line: OnLine | None = None,
+    ) -> Completed:
+        """Run one job on the freed GPUs, in the host's work_dir; systemd ends it after `deadline_s` seconds.
+
+        A job that fails is a value. Raises LeaseLost (the host has taken its GPUs back), JobError (end
+        unknown).
+        """
+        if self.phase is not Phase.HELD:
+            raise WindowError(f"window {self.settings.window_id} holds no GPUs: it is {self.phase.value}")
+        self._require_lease()
+        self._jobs += 1
+        done = job.run_job(
+            self.host.transport,
+            argv,
+            window_id=self.settings.window_id,
+            number=self._jobs,
+            service=self.host.unit.name,
+            work_dir=self.host.work_dir,
+            deadline_s=deadline_s,
+            env=env,
+            on_line=on_line,
+        )
+        if done.rc != 0 and self.lost:
+            raise LeaseLost(self.lost)
+        if done.rc is None:
+            raise JobError(
+                f"job {self._jobs} of window {self.settings.window_id} on {self.host.name} ended without an"
+                " exit status"
+                " (connection lost or killed by a signal): its results cannot be trusted"
+            )
+        return done
+
+    def close(self) -> None:
+        """Give the GPUs back: stop the jobs, start the server, verify it, disarm the timer last.
+
+        A KeyboardInterrupt is kept until that is done; a second one leaves the rest to the host's timer. A
+        second call does nothing. Raises WindowError (broken), LeaseLost (it serves, but the window was not
+        ours to its end).
+        """
+        pending: KeyboardInterrupt | None = None
+        worked = False
+        while self._opened and not self._closed:
+            try:
+                self._give_back()
+                self._closed = worked = True
+            except KeyboardInterrupt as interrupt:
+                if pending:
+                    self._broken("the restore was interrupted twice")
+                    interrupt.add_note(self.record.error)
+                    raise
+                pending = interrupt
+            except Exception as error:
+                broken = self._broken(str(error))
+                if pending:
+                    pending.add_note(self.record.error)
+                    raise pending from error
+                raise broken from error
+        if pending:
+            raise pending
+        if worked and self.record.lease_lost:
+            raise LeaseLost(self.record.lease_lost)
+
+    def __enter__(self) -> Window:
+        return self.open()
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _acquire(self, before: Before) -> None:
+        self._lease.arm(self.settings.ttl_s, self.host.unit.name)
+        self._require_lease()
+        self._renewer.start()
+        self._journal.event(
+            Phase.LEASED,
+            f"the host restores the server {self.settings.ttl_s:g} s after it last heard from us",
+        )
+        self._stopped_at = self._clock()
+        state = stop(self.host, before, self.settings, self._clock, self._sleep)
+        self._journal.event(
+            Phase.STOPPED, f"{state.active}, result {state.result}, KillMode={before.state.kill_mode}"
+        )
+        release = Release(
+            self.host, before, self.settings, self.record.escalations.append, self._clock, self._sleep
+        )
+        self._journal.event(Phase.FREE, release.wait().describe())
+        self._require_lease()
+        self._journal.event(Phase.HELD, f"{self._clock() - self._stopped_at:.1f} s after the stop")
+
+    def _give_back(self) -> None:
+        """All steps in order; begins again from the first after an interrupt."""
+        restore, record = self._restore, self.record
+        holder = restore.persist(self._lease.holder, "reading the dead-man timer")
+        if holder and not self._lease.is_mine(holder):
+            # Ours has fired long ago and the next borrower is at work: starting the server now would break
+            # their window.
+            self._renewer.stop()
+            record.lease_lost = self.lost or f"the host is in use by `{holder}`"
+            self._finish("left to the host" if self._stopped_at else "not touched")
+            return
+        if self._stopped_at is not None:
+            self._journal.event(Phase.STARTING, "")
+            restore.stop_jobs()
+            begun = self._clock()
+            for _ in range(3):
+                assert record.identity_before
+                record.identity_after = restore.start(record.identity_before)
+                answers = restore.verify()
+                if restore.is_active():
+                    break
+            else:
+                raise WindowError(f"{self.host.unit.name} stopped again and again after it had answered")
+            record.downtime_s = self._clock() - self._stopped_at
+            record.start_s = self._clock() - begun
+            record.canary = compare_canary(self._canary, answers[0])
+        self._renewer.stop()
+        record.lease_lost = self.lost or ""
+        if holder:
+            try:
+                restore.persist(self._disarm, "disarming the dead-man timer")
+            except LeaseLost as error:
+                record.lease_lost = record.lease_lost or str(error)
+        elif self._stopped_at is not None and not self._disarms:
+            record.lease_lost = (
+                record.lease_lost or f"the dead-man timer {self._lease.timer} ran out inside the window"
+            )
+        self._finish(
+            "the same server answers" if self._stopped_at is not None else "the server was not stopped"
+        )
+
+    def _disarm(self) -> None:
+        self._disarms += 1
+        try:
+            self._lease.disarm()
+        except LeaseLost:
+            if self._disarms == 1:  # later it only means that an earlier try got through
+                raise
+
+    def _finish(self, detail: str) -> None:
+        self.record.outcome = "restored"
+        self._journal.event(Phase.SERVING, detail)
+
+    def _broken(self, why: str) -> WindowError:
+        self._closed = True
+        self._renewer.stop(timeout=0)  # from here on the timer must be allowed to fire
+        self.record.outcome = "broken"
+        self.record.error = self._restore.broken(why, self._lease.timer, self.lost)
+        self._journal.event(Phase.BROKEN, self.record.error)
+        return WindowError(self.record.error)
+
+    def _close_after(self, error: BaseException) -> None:
+        """Restore after `error`; what goes wrong with that is noted on it, and is what is raised unless
+        Ctrl-C was first.
+        """
+        try:
+            self.close()
+        except LeaseLost as lost:
+            error.add_note(str(lost))
+        except WindowError as broken:
+            if isinstance(error, Exception):
+                raise broken from error
+            error.add_note(str(broken))
+
+    def _require_lease(self) -> None:
+        if self.lost or not self._lease.alive():
+            raise LeaseLost(
+                self.lost
+                or f"window {self.settings.window_id} has lost its dead-man timer {self._lease.timer}"
+            )
+
+    def _taken_by(self) -> str | None:
+        if self.phase is not Phase.HELD:
+            return None
+        state = self.host.unit.show()
+        return (
+            None if state.stopped else f"{self.host.unit.name} was started by somebody else ({state.active})"
+        )
