@@ -63,11 +63,11 @@ def resolve(
     file: Path | None = None,
     cwd: Path | None = None,
 ) -> Resolved:
-    """Resolve `root`/gate.toml (or `file`) against what the command line and the environment set by dotted key.
+    """Resolve `root`/gate.toml (or `file`) against the command line and the environment.
 
-    Relative paths of the file and of defaults belong to the file's directory (`root` without a file), those of
-    the command line and the environment to `cwd`. Raises ConfigError, one sentence, for anything unknown or
-    unusable.
+    Relative paths of the file and of defaults belong to the file's directory (`root` without a file), those
+    of the command line and the environment to `cwd`. Raises ConfigError, one sentence, for anything unknown
+    or unusable.
     """
     cwd = cwd or Path.cwd()
     if file is not None and not file.is_file():
@@ -110,7 +110,8 @@ def _overrides(cli: Mapping[str, str | list[str]], environ: Mapping[str, str], g
                 layer[by_variable[name]] = (_from_text(by_variable[name], text), ENVIRONMENT)
     for key, value in cli.items():
         if key not in known:
-            raise ConfigError(f"{key} on the command line is no key of the configuration{closest(key, known)}")
+            hint = closest(key, known)
+            raise ConfigError(f"{key} on the command line is no key of the configuration{hint}")
         layer[key] = (_from_text(key, value) if isinstance(value, str) else value, CLI)
     return layer
 

@@ -53,7 +53,9 @@ class ConfigFile:
             self.keys["profile"] = content
         elif section == "profile":
             if not isinstance(content, dict):
-                self._fail("profile", f'[profile.NAME] is a table; to select one: default_profile = "{content}"')
+                self._fail(
+                    "profile", f'[profile.NAME] is a table; select one by default_profile = "{content}"'
+                )
             for name, table in content.items():
                 self._check_table(f"profile.{name}", table, HostProfile)
                 self._check_values(f"profile.{name}", table)
@@ -95,7 +97,7 @@ class ConfigFile:
 
 
 def key_lines(text: str) -> dict[str, int]:
-    """Line numbers (from 1) of tables and keys by dotted name; tables of an array carry their index: `gate.0`.
+    """Line numbers (from 1) of tables and keys by dotted name; array tables as `gate.0`.
 
     The standard library's parser does not say. Keys inside inline tables are not listed; their parent is.
     """
@@ -132,6 +134,6 @@ def reason(detail: Any) -> str:
 
 
 def closest(key: str, known: Iterable[str]) -> str:
-    """"; did you mean …?" for the nearest known key, or nothing."""
+    """ "; did you mean …?" for the nearest known key, or nothing."""
     match = difflib.get_close_matches(key, list(known), n=1, cutoff=0.6)
     return f"; did you mean {match[0]}?" if match else ""

@@ -1,0 +1,149 @@
+"""The result of a run as plain text: the window's timeline, τ with interval and definition, verdicts."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+Record = Mapping[str, Any]
+
+
+def render(records: Iterable[Record]) -> list[str]:
+    """Lines without colours for all records of a run; types that a person need not see are left out."""
+    records = list(records)
+    parts = [
+        *(window_lines(record) for record in _of(records, "window")),
+        plan_lines(_of(records, "plan")),
+        agreement_lines(_of(records, "agreement")),
+        measurement_lines(_of(records, "measurement")),
+        verdict_lines(_of(records, "verdict")),
+    ]
+    lines: list[str] = []
+    for part in filter(None, parts):
+        lines += ["", *part] if lines else part
+    return lines
+
+
+def window_lines(record: Record) -> list[str]:
+    """One window: its outcome, then when each phase began and how long it took."""
+    outcome = str(record["outcome"])
+    if outcome == "not needed":
+        return [f"window: not needed{_because(record)}"]
+    down = record.get("downtime_s")
+    head = f"window {record.get('window_id', '')}".rstrip() + f": {outcome}{_because(record)}"
+    head += f", server down for {down:.1f} s" if isinstance(down, (int, float)) else ""
+    rows = [
+        (
+            phase["phase"],
+            _clock(phase.get("at", "")),
+            _number(phase.get("seconds"), ".1f"),
+            phase.get("detail", ""),
+        )
+        for phase in record.get("phases", ())
+    ]
+    return [head, *_indent(table(("phase", "at", "seconds", "detail"), rows, right={2}))] if rows else [head]
+
+
+def measurement_lines(records: Sequence[Record]) -> list[str]:
+    """τ [low, high] of each drafter and verifier, and below the table what each verifier means."""
+    if not records:
+        return []
+    rows = [
+        (
+            record["drafter"],
+            record["verifier"],
+            f"{_number(record['tau'], '.3f')} [{_number(record.get('low'), '.3f')}, "
+            f"{_number(record.get('high'), '.3f')}]",
+            _number(record.get("tau_macro"), ".3f"),
+            _number(record.get("tau_anchors"), ".3f"),
+            _number(record.get("tokens"), "d"),
+            _number(record.get("cycles"), "d"),
+            _number(record.get("prompts"), "d"),
+        )
+        for record in records
+    ]
+    header = (
+        "drafter",
+        "verifier",
+        "τ [low, high]",
+        "tau_macro",
+        "tau_anchors",
+        "tokens",
+        "cycles",
+        "prompts",
+    )
+    lines = table(header, rows, right={3, 4, 5, 6, 7})
+    definitions = {record["verifier"]: record["definition"] for record in records if record.get("definition")}
+    return lines + [f"  {verifier}: {text}" for verifier, text in definitions.items()]
+
+
+def verdict_lines(records: Sequence[Record]) -> list[str]:
+    """One line per gate: PASS, FAIL or INCONCLUSIVE, the gate, and the sentence that explains it."""
+    rows = [(str(r["outcome"]).upper(), str(r.get("gate", "")), str(r.get("sentence", ""))) for r in records]
+    return table(None, rows)
+
+
+def agreement_lines(records: Sequence[Record]) -> list[str]:
+    """What the numerics tests compared, by level."""
+    rows = []
+    for record in records:
+        rest = {key: value for key, value in record.items() if key not in _BOOKKEEPING and _scalar(value)}
+        numbers = " ".join(f"{key}={_number(value, '.4g')}" for key, value in rest.items())
+        rows.append((str(record["level"]), numbers))
+    return table(("agreement", ""), rows) if rows else []
+
+
+def plan_lines(records: Sequence[Record]) -> list[str]:
+    """What a dry run would have done."""
+    steps = [str(step) for record in records for step in record.get("steps", ())]
+    return ["plan", *_indent(f"{number}. {step}" for number, step in enumerate(steps, 1))] if records else []
+
+
+def table(
+    header: Sequence[str] | None, rows: Sequence[Sequence[str]], right: Collection[int] = ()
+) -> list[str]:
+    """Rows of cells in aligned columns, two spaces apart; the columns in `right` are right-aligned."""
+    cells = [list(map(str, row)) for row in ([header] if header else []) + list(rows)]
+    if not cells:
+        return []
+    widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))]
+    return [
+        "  ".join(
+            cell.rjust(width) if column in right else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in cells
+    ]
+
+
+_BOOKKEEPING = {"type", "schema_version", "run", "at", "level"}
+
+
+def _of(records: Sequence[Record], kind: str) -> list[Record]:
+    return [record for record in records if record.get("type") == kind]
+
+
+def _indent(lines: Iterable[str]) -> list[str]:
+    return [f"  {line}" for line in lines]
+
+
+def _because(record: Record) -> str:
+    return f" ({record['reason']})" if record.get("reason") else ""
+
+
+def _clock(at: Any) -> str:
+    """The time of day of an ISO timestamp, to the tenth of a second."""
+    text = str(at)
+    return text.partition("T")[2][:10] if "T" in text else text
+
+
+def _number(value: Any, form: str) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return str(value)
+    return format(int(value) if form == "d" else float(value), form)
+
+
+def _scalar(value: Any) -> bool:
+    return isinstance(value, (bool, int, float, str))
