@@ -137,6 +137,11 @@ class Renewer:
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._loop, name="taugate-lease", daemon=True)
 
+    @property
+    def stopped(self) -> bool:
+        """Whether no renewal will be begun any more."""
+        return self._end.is_set()
+
     def start(self) -> None:
         self._thread.start()
 

@@ -36,8 +36,8 @@ def request(
 ) -> Reply:
     """One request to 127.0.0.1:`port` of the host; deadline: seconds in total.
 
-    A refused connection and every HTTP status are values. Raises HostError if the host is unreachable, if there
-    is no answer in time, or if the answer breaks off.
+    A refused connection and every HTTP status are values. Raises HostError if the host is unreachable, if
+    there is no answer in time, or if the answer breaks off.
     """
     where = f"the server on port {port} of {transport.name}"
     end = time.monotonic() + deadline

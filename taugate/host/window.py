@@ -145,12 +145,14 @@ class Window:
                     interrupt.add_note(self.record.error)
                     raise
                 pending = interrupt
-            except Exception as error:
-                broken = self._broken(str(error))
-                if pending:
-                    pending.add_note(self.record.error)
-                    raise pending from error
-                raise broken from error
+            except BaseException as error:
+                broken = self._broken(str(error) or repr(error))
+                if pending is None and isinstance(error, Exception):
+                    raise broken from error
+                # Whoever wants the process to end gets that, with the bad news attached.
+                error = pending or error
+                error.add_note(str(broken))
+                raise error  # noqa: B904
         if pending:
             raise pending
         if worked and self.record.lease_lost:
@@ -186,7 +188,11 @@ class Window:
         """All steps in order; begins again from the first after an interrupt."""
         restore, record = self._restore, self.record
         holder = restore.persist(self._lease.holder, "reading the dead-man timer")
-        if holder and not self._lease.is_mine(holder):
+        mine = holder is not None and self._lease.is_mine(holder)
+        if self._disarms and not mine:  # interrupted after the last step
+            self._finish("the same server answers")
+            return
+        if holder and not mine:
             # Ours has fired long ago and the next borrower is at work: starting the server now would break
             # their window.
             self._renewer.stop()
@@ -197,7 +203,7 @@ class Window:
             self._journal.event(Phase.STARTING, "")
             restore.stop_jobs()
             begun = self._clock()
-            for _ in range(3):
+            for _ in range(3):  # again if a stop that was still under way came last
                 assert record.identity_before
                 record.identity_after = restore.start(record.identity_before)
                 answers = restore.verify()
@@ -215,7 +221,7 @@ class Window:
                 restore.persist(self._disarm, "disarming the dead-man timer")
             except LeaseLost as error:
                 record.lease_lost = record.lease_lost or str(error)
-        elif self._stopped_at is not None and not self._disarms:
+        elif self._stopped_at is not None:
             record.lease_lost = (
                 record.lease_lost or f"the dead-man timer {self._lease.timer} ran out inside the window"
             )

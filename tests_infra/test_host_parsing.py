@@ -1,0 +1,404 @@
+"""What the host prints is read strictly: systemd, nvidia-smi, SGLang. No host is needed here."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from taugate.errors import HostError, LeaseLost, PreflightError, WindowError
+from taugate.host.gpus import ComputeApp, Gpu, GpuSnapshot, parse_apps, parse_gpus
+from taugate.host.host import Host, HostSettings, connect
+from taugate.host.job import run_job
+from taugate.host.lease import Lease
+from taugate.host.preflight import Check, Downtime, preflight, require
+from taugate.host.record import Phase, PhaseEvent, WindowRecord, compare_canary
+from taugate.host.release import Before
+from taugate.host.sglang import Generation, SGLangClient
+from taugate.host.transport import Completed, OutputCollector
+from taugate.host.tunnel import Reply
+from taugate.host.unit import Unit, UnitState, parse_span, valid_unit_name
+
+GPUS = """0, GPU-aaaa, NVIDIA RTX A6000, 47004, 49140, [N/A]
+1, GPU-bbbb, NVIDIA RTX A6000, 4, 49140, Disabled
+"""
+
+
+class Script:
+    """A transport that answers from a table: the first key that the command line starts with wins."""
+
+    name = "box"
+
+    def __init__(self, answers=None):
+        self.answers = answers or {}
+        self.seen = []
+
+    def run(self, argv, *, deadline, input=None, on_line=None):
+        line = " ".join(argv)
+        self.seen.append(list(argv))
+        for start, answer in self.answers.items():
+            if line.startswith(start):
+                rc, stdout, stderr = answer if isinstance(answer, tuple) else (0, answer, "")
+                return Completed(tuple(argv), rc, stdout, stderr, 0.0, self.name)
+        return Completed(tuple(argv), 0, "", "", 0.0, self.name)
+
+    def open_tcp(self, port, timeout):
+        raise ConnectionRefusedError
+
+    def close(self):
+        pass
+
+
+def test_gpu_lines():
+    assert parse_gpus(GPUS) == (
+        Gpu(0, "GPU-aaaa", "NVIDIA RTX A6000", 47004, 49140, "[N/A]"),
+        Gpu(1, "GPU-bbbb", "NVIDIA RTX A6000", 4, 49140, "Disabled"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "lists no GPU"),
+        ("No devices were found\n", "unexpected GPU line: 'No devices were found'"),
+        ("0, GPU-a, A, [N/A], 10, [N/A]", "does not know the memory of GPU 0"),
+        ("0, GPU-a, A, [Not Supported], [Not Supported], [N/A]", "does not know the memory"),
+        ("0, GPU-a, A, 1 MiB, 10, [N/A]", "unexpected GPU line"),
+        ("0, 00000000:01:00.0, A, 1, 10, [N/A]", "unexpected GPU line"),
+        ("0, GPU-a, A, 1, 10, Disabled\n0, GPU-a, A, 1, 10, Disabled", "lists a GPU twice"),
+    ],
+)
+def test_unexpected_gpu_lines_are_errors(text, message):
+    with pytest.raises(HostError, match=message):
+        parse_gpus(text)
+
+
+def test_process_lines():
+    assert parse_apps("") == parse_apps("\n") == ()
+    text = "12, GPU-a, 46990, sglang::scheduler_TP0\n13, GPU-a, [N/A], python -c a, b\n"
+    assert parse_apps(text) == (
+        ComputeApp(12, "GPU-a", 46990, "sglang::scheduler_TP0"),
+        ComputeApp(13, "GPU-a", None, "python -c a, b"),
+    )
+    for bad in ("Failed to initialize NVML", "x, GPU-a, 1, y", "1, GPU-a, much, y", "1, 0, 5, y"):
+        with pytest.raises(HostError, match="unexpected process line"):
+            parse_apps(bad)
+
+
+@given(st.text())
+def test_garbage_never_looks_like_a_free_gpu(text):
+    try:
+        gpus = parse_gpus(text)
+    except HostError:
+        return
+    assert gpus and all(gpu.uuid.startswith(("GPU-", "MIG-")) for gpu in gpus)
+
+
+def test_time_spans():
+    assert parse_span("1min 30s") == 90 and parse_span("500ms") == 0.5 and parse_span("0") == 0
+    assert parse_span("infinity") == math.inf and parse_span("1h 2min") == 3720
+    for bad in ("", "soon", "5 parsecs", "1min and"):
+        with pytest.raises(HostError, match="not a systemd time span"):
+            parse_span(bad)
+
+
+def test_unit_names():
+    for good in ("sglang.service", "a-b@0:1.timer", r"dev-x\x2d.scope"):
+        assert valid_unit_name(good) == good
+    for bad in (
+        "",
+        "sglang",
+        "-x.service",
+        "a b.service",
+        "a;b.service",
+        "a.service\n",
+        "a.socket",
+        "$(x).service",
+    ):
+        with pytest.raises(HostError, match="not a unit name"):
+            valid_unit_name(bad)
+    with pytest.raises(HostError, match="names no host"):
+        connect(HostSettings("a.service"))
+
+
+SHOW = """TimeoutStopUSec=1min 30s
+LoadState=loaded
+ActiveState=active
+SubState=running
+MainPID=42
+ControlGroup=/system.slice/a.service
+Result=success
+KillMode=control-group
+Restart=always
+NRestarts=1
+UnitFileState=enabled
+InvocationID=abc
+"""
+
+
+def test_unit_state_is_read_by_key():
+    state = Unit(Script({"systemctl show": SHOW}), "a.service").show()
+    assert (state.load, state.active, state.main_pid, state.timeout_stop_s) == ("loaded", "active", 42, 90)
+    assert not state.stopped and state.kill_mode == "control-group"
+    with pytest.raises(HostError, match="does not tell the state"):
+        Unit(Script({"systemctl show": "MainPID=0\n"}), "a.service").show()
+    with pytest.raises(HostError, match="bus is down"):
+        Unit(Script({"systemctl show": (1, "", "bus is down")}), "a.service").show()
+
+
+def test_unit_pids_never_hold_zero_or_one():
+    unit = Unit(Script({"find": "0\n1\n7\n8\n"}), "a.service", "/cg/")
+    assert unit.pids("/system.slice/a.service") == {7, 8}
+    assert unit.pids("") == frozenset()
+    gone = Unit(Script({"find": (1, "", "find: '/cg/x': No such file or directory")}), "a.service")
+    assert gone.pids("/x") == frozenset()
+    for bad in ("/", "relative", "/a/../.."):
+        with pytest.raises(HostError, match="unusable control group"):
+            unit.pids(bad)
+
+
+def test_the_arming_command_is_the_design_s():
+    script = Script()
+    Lease(script, window_id="w1", owner="me@here").arm(600, "sglang.service")
+    assert script.seen[0] == [
+        "systemd-run", "--quiet", "--collect", "--unit=taugate-window", "--on-active=600s",
+        "--timer-property=AccuracySec=100ms", "--property=Type=oneshot", "--property=Restart=on-failure",
+        "--property=RestartSec=5s", "--description=taugate window w1 me@here", "/bin/sh", "-c",
+        "systemctl stop 'taugate-job-*.service'; systemctl reset-failed sglang.service;"
+        " exec systemctl start sglang.service",
+    ]  # fmt: skip
+    with pytest.raises(HostError, match="not a unit name"):
+        Lease(script, window_id="w1").arm(600, "x; rm -rf /.service")
+    with pytest.raises(HostError, match="not a window id"):
+        Lease(script, window_id="a b")
+
+
+def timer(description, active="active", sub="waiting"):
+    return f"LoadState=loaded\nActiveState={active}\nSubState={sub}\nDescription={description}\n"
+
+
+def test_a_second_window_is_told_who_holds_the_host():
+    taken = {
+        "systemd-run": (1, "", "Unit taugate-window.timer was already loaded"),
+        "systemctl show": timer("taugate window w2 bob@lab"),
+    }
+    with pytest.raises(WindowError, match="in use by `taugate window w2 bob@lab`"):
+        Lease(Script(taken), window_id="w1").arm(600, "a.service")
+    # Our own earlier command got through although its answer was lost.
+    Lease(Script(taken), window_id="w2").arm(600, "a.service")
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        timer("taugate window w2 bob@lab"),
+        timer("taugate window w1 me@here", sub="running"),
+        timer("taugate window w1 me@here", active="inactive", sub="dead"),
+        "LoadState=not-found\nActiveState=inactive\nSubState=dead\nDescription=taugate-window.timer\n",
+    ],
+)
+def test_a_lease_that_is_gone_or_another_s_is_not_touched(state):
+    script = Script({"systemctl show": state})
+    lease = Lease(script, window_id="w1", owner="me@here")
+    for act in (lease.renew, lease.disarm):
+        with pytest.raises(LeaseLost):
+            act()
+    assert not lease.alive()
+    assert all(argv[1] == "show" for argv in script.seen)
+
+
+def test_exit_status_5_means_that_the_lease_is_lost():
+    answers = {
+        "systemctl show": timer("taugate window w1 me@here"),
+        "systemctl restart": (5, "", "not loaded"),
+    }
+    with pytest.raises(LeaseLost, match="window w1 has lost its lease"):
+        Lease(Script(answers), window_id="w1").renew()
+
+
+def test_the_job_command():
+    script = Script()
+    run_job(
+        script, ["py", "-c", "x y"], window_id="w1", number=2, service="a.service", work_dir="/w",
+        deadline_s=60, env={"A": "b c"},
+    )  # fmt: skip
+    assert script.seen[0] == [
+        "systemd-run", "--quiet", "--collect", "--wait", "--pipe", "--unit=taugate-job-w1-2",
+        "--property=Conflicts=a.service", "--property=After=a.service", "--property=RuntimeMaxSec=60",
+        "--property=WorkingDirectory=/w", "--setenv=A=b c", "py", "-c", "x y",
+    ]  # fmt: skip
+    with pytest.raises(HostError, match="not the name of an environment variable"):
+        run_job(
+            script,
+            ["x"],
+            window_id="w",
+            number=1,
+            service="a.service",
+            work_dir="/",
+            deadline_s=1,
+            env={"A=B": ""},
+        )
+
+
+@given(st.lists(st.binary(max_size=12), max_size=12))
+def test_lines_do_not_depend_on_how_output_is_cut(pieces):
+    whole = b"".join(pieces)
+    lines = []
+    cut = OutputCollector(lines.append)
+    for piece in pieces:
+        cut.stdout(piece)
+    text, _ = cut.finish()
+    assert text == whole.decode("utf-8", "replace")
+    expected = text.split("\n")
+    assert lines == [line.removesuffix("\r") for line in expected[:-1]] + (
+        [expected[-1]] if expected[-1] else []
+    )
+
+
+def test_levels_at_which_a_gpu_counts_as_free():
+    gpus = (Gpu(0, "GPU-a", "x", 47000, 49140, "[N/A]"), Gpu(1, "GPU-b", "x", 49000, 49140, "[N/A]"))
+    state = UnitState("loaded", "active", "running", 7, "/a", "success", "mixed", 90, "no", 0, "enabled", "i")
+    on_a = GpuSnapshot(gpus, (ComputeApp(7, "GPU-a", 44000, "s"), ComputeApp(9, "GPU-b", 5, "other")))
+    assert Before(state, frozenset({7}), {}, on_a).limits_mib() == {"GPU-a": 3000}
+    untold = GpuSnapshot(gpus, (ComputeApp(7, "GPU-a", None, "s"),))
+    assert Before(state, frozenset({7}), {}, untold).limits_mib() == {"GPU-a": 1474}
+    assert Before(state, frozenset({7}), {}, GpuSnapshot(gpus, ())).limits_mib() == {
+        "GPU-a": 1474,
+        "GPU-b": 1474,
+    }
+
+
+def client(answers):
+    made = SGLangClient(Script(), 30000)
+    asked = []
+
+    def get(path, deadline=0.0):
+        asked.append(path)
+        return answers.get(path, Reply(404, None))
+
+    made.get_json = get
+    made.post_json = lambda path, body, deadline=0.0: answers[path]
+    return made, asked
+
+
+def test_identity_from_new_and_old_names():
+    new = {
+        "/v1/models": Reply(200, {"data": [{"id": "m"}]}),
+        "/model_info": Reply(200, {"model_path": "/m"}),
+        "/server_info": Reply(200, {"launch_command": ["python", "-m", "x y"], "version": "0.5"}),
+    }
+    old = {
+        path.replace("model_info", "get_model_info").replace("server_info", "get_server_info"): reply
+        for path, reply in new.items()
+    }
+    one, two = (client(answers)[0].identity() for answers in (new, old))
+    assert one == two and one.launch_command == "python -m 'x y'" and one.differs_from(two) == []
+    new["/v1/models"] = Reply(200, {"data": [{"id": "n"}]})
+    assert client(new)[0].identity().differs_from(one) == ["model_id was 'm' and is 'n'"]
+    with pytest.raises(HostError, match="answered 503"):
+        client({"/v1/models": Reply(503, None)})[0].identity()
+    with pytest.raises(HostError, match="is it SGLang"):
+        client(new | {"/v1/models": Reply(200, {"data": []})})[0].identity()
+
+
+def test_readiness_uses_the_older_name_only_when_the_new_one_does_not_exist():
+    assert client({"/health": Reply(200, None)})[0].ready()
+    busy, asked = client({"/ready": Reply(503, None), "/health": Reply(200, None)})
+    assert not busy.ready() and asked == ["/ready"]
+    assert not client({"/ready": Reply(0, None)})[0].ready()
+
+
+def test_startup_time_and_loads():
+    info = {"/server_info": Reply(200, {"startup_time": {"load_weight": 10.0, "cuda_graph": 5, "note": "x"}})}
+    assert client(info)[0].startup_seconds() == 15
+    assert client({"/server_info": Reply(200, {})})[0].startup_seconds() is None
+    rank = {"num_running_reqs": 2, "num_waiting_reqs": 1}
+    for body in ([rank, rank], {"loads": [rank, rank]}):
+        loads = client({"/v1/loads": Reply(200, body)})[0].loads()
+        assert (loads.running, loads.waiting) == (4, 2)
+    assert client({})[0].loads() is None
+
+
+def test_generation_is_parsed_and_refusals_are_sentences():
+    meta = {
+        "finish_reason": {"type": "stop", "matched": 9},
+        "prompt_tokens": 3, "completion_tokens": 2, "cached_tokens": 1,
+        "output_top_logprobs": [[[-0.1, 5, None], [-2.0, 6, None]], [[-0.2, 9, None], [-1.0, 5, None]]],
+    }  # fmt: skip
+    good, _ = client({"/generate": Reply(200, {"output_ids": [5, 9], "meta_info": meta})})
+    assert good.generate([1, 2, 3], 4, top_logprobs=2) == Generation(
+        (5, 9), "stop", 9, 3, 1, (((-0.1, 5), (-2.0, 6)), ((-0.2, 9), (-1.0, 5)))
+    )
+    cases = [
+        (Reply(0, None), "is not listening"),
+        (Reply(503, None), "answered 503"),
+        (Reply(400, {"error": {"message": "too long"}}), r"answered 400 \(too long\)"),
+        (Reply(200, {"text": "x"}), "without the expected fields"),
+        (Reply(200, {"output_ids": [], "meta_info": meta | {"finish_reason": {"type": "abort"}}}), "'abort'"),
+    ]
+    for reply, message in cases:
+        with pytest.raises(HostError, match=message) as caught:
+            client({"/generate": reply})[0].generate([1], 4)
+        assert "\n" not in str(caught.value)
+
+
+def test_canary_difference_comes_with_its_margin():
+    before = Generation(
+        (1, 2, 3), "length", None, 1, 0, (((-1.0, 1), (-3.0, 4)), ((-0.5, 2), (-0.75, 8)), ())
+    )
+    same = compare_canary(before, before)
+    assert same["same"] and same["first_difference"] is None and same["top2_margin"] is None
+    other = compare_canary(before, Generation((1, 8, 3), "length", None, 1, 0))
+    assert (other["same"], other["first_difference"], other["top2_margin"]) == (False, 1, 0.25)
+    shorter = compare_canary(before, Generation((1, 2), "stop", 2, 1, 0))
+    assert (shorter["first_difference"], shorter["top2_margin"]) == (2, None)
+
+
+def test_the_record_is_json():
+    record = WindowRecord(
+        "w", "box", "a.service", phases=[PhaseEvent(Phase.HELD, "2026-01-01T00:00:00+00:00", 1.0, "")]
+    )
+    assert json.loads(json.dumps(record.to_json()))["phases"][0]["phase"] == "held"
+
+
+def test_preflight_tells_every_red_check_at_once():
+    script = Script(
+        {
+            "systemctl --version": "systemd 245 (245.4)\n+PAM",
+            "systemctl show -p LoadState,ActiveState,SubState,Description": timer(
+                "taugate window w2 bob@lab"
+            ),
+            "systemctl show": SHOW.replace("UnitFileState=enabled", "UnitFileState=disabled"),
+            "find": "42\n",
+            "nvidia-smi --query-gpu": "0, GPU-a, A, 5, 49140, Enabled\n",
+            "nvidia-smi --query-compute": "42, GPU-a, 1, server\n99, GPU-a, 1, someone else\n",
+            "systemctl list-units": "taugate-job-w0-1.service loaded active running job\n",
+            "test -w": (1, "", ""),
+        }
+    )
+    host = Host(HostSettings("a.service", expected_model_id="m"), script)
+
+    def broken():
+        raise HostError("no Python there")
+
+    checks = preflight(
+        host,
+        downtime=Downtime(30, 600, 300, "assumed"),
+        budget_s=600,
+        extra=[lambda: Check("torch", True, "2.13"), broken],
+    )
+    red = {check.name for check in checks if not check.ok}
+    assert red == {
+        "systemd", "unit enabled", "server ready", "no MIG", "GPUs are the server's alone", "no other window",
+        "no job left over", "work_dir", "downtime", "host",
+    }  # fmt: skip
+    with pytest.raises(PreflightError) as caught:
+        require(checks)
+    message = str(caught.value)
+    assert "someone else (pid 99)" in message and "no Python there" in message and "bob@lab" in message
+    assert "expected 930 s = stop 30 + job 600 + start 300 (assumed), budget 600 s" in message
+    verbs = {argv[1] for argv in script.seen if argv[0] == "systemctl"}
+    assert verbs == {"--version", "show", "list-units"}

@@ -1,0 +1,262 @@
+"""The window against a host in memory: whatever fails, and whenever, the server comes back or the dead-man
+stays armed.
+"""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from taugate.errors import DeadlineError, HostError, LeaseLost, WindowError
+from taugate.host.window import Phase, Window, WindowSettings
+from tests_infra.fakehost import FakeTransport, World, fake_host
+
+FAULTS = ["rc1", "lost", "lost-after", "host-error", "host-error-after", "ctrl-c", "ctrl-c-after", "exit",
+          "exit-after",
+          "bug", "bug-after"]  # fmt: skip
+VALUES = WindowSettings((1, 2, 3), window_id="w1", owner="me@here", persist_s=10)
+
+
+def window_on(world, on_event=None, **changes):
+    from dataclasses import replace
+
+    return Window(
+        fake_host(world), replace(VALUES, **changes), on_event, clock=world.clock, sleep=world.sleep
+    )
+
+
+def use(world, window):
+    """Open, run a job, close; returns what was raised."""
+    try:
+        with window:
+            window.run_job(["work"], deadline_s=60)
+    except (Exception, KeyboardInterrupt, SystemExit) as error:
+        return error
+    return None
+
+
+def assert_safe(world, window):
+    assert world.violations == []
+    record = window.record
+    served = world.serving and not world.armed
+    guarded = record.outcome == "broken" and (world.armed or "dead-man fired" in world.log)
+    # An arming whose answer never came may leave an armed timer beside a server that nobody stopped: a no-op.
+    untouched = "stop" not in world.log and world.serving
+    assert served or guarded or untouched, (world.log, record)
+    assert window._renewer.stopped or record.outcome == ""
+    if "stop" in world.log:
+        assert record.outcome in ("restored", "broken")
+    if record.outcome == "restored" and "disarm" in world.log:
+        assert world.log.index("disarm") == len(world.log) - 1
+
+
+def test_a_window_without_trouble():
+    world, seen = World(), []
+    window = window_on(world, seen.append)
+    with window:
+        assert window.phase is Phase.HELD and world.used_mib() < 1024
+        assert window.run_job(["work"], deadline_s=60).stdout == "done\n"
+    names = ["serving", "leased", "stopped", "free", "held", "starting", "serving"]
+    assert [event.phase.value for event in seen] == names
+    assert world.log == ["arm", "stop", "job", "start", "disarm"]
+    record = window.record.to_json()
+    assert record["outcome"] == "restored" and record["canary"]["same"] and record["escalations"] == []
+    assert 3 < record["downtime_s"] < 60 and record["identity_before"] == record["identity_after"]
+    window.close()
+    assert world.log[-1] == "disarm"
+    with pytest.raises(WindowError, match="holds no GPUs"):
+        window.run_job(["work"], deadline_s=1)
+    with pytest.raises(WindowError, match="make a new one"):
+        window.open()
+
+
+def count_steps():
+    world = World()
+    use(world, window_on(world))
+    return world.steps
+
+
+STEPS = count_steps()
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_every_single_fault_at_every_step(fault):
+    for step in range(STEPS + 5):
+        world = World()
+        world.faults = {step: fault}
+        window = window_on(world)
+        error = use(world, window)
+        assert_safe(world, window)
+        if error is None:
+            assert window.record.outcome == "restored"
+        if not fault.startswith(("bug", "exit")):  # one thing that the host or the network does is survived
+            assert window.record.outcome in ("", "restored") and world.serving, (step, window.record)
+        if fault.startswith("ctrl-c") and step < STEPS:
+            assert isinstance(error, KeyboardInterrupt) and world.serving
+            assert window.record.outcome in ("", "restored")
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    faults=st.dictionaries(st.integers(0, STEPS * 2), st.sampled_from(FAULTS), max_size=5),
+    leftover=st.booleans(),
+    killable=st.booleans(),
+    starts_fail=st.booleans(),
+    changed=st.booleans(),
+)
+def test_any_faults_in_any_world(faults, leftover, killable, starts_fail, changed):
+    world = World()
+    world.faults, world.leftover, world.killable = faults, leftover, killable
+
+    def later(event):
+        if event.phase is Phase.STOPPED:
+            world.starts_fail = starts_fail
+            world.model_path = "/models/other" if changed else world.model_path
+
+    window = window_on(world, later)
+    use(world, window)
+    assert_safe(world, window)
+    world.starts_fail = False
+    world.faults = {}
+    world.advance(VALUES.ttl_s + 20)  # the client is dead now: what does the host do by itself?
+    assert world.serving
+
+
+@pytest.mark.parametrize("phase", list(Phase))
+def test_ctrl_c_in_the_progress_callback(phase):
+    world = World()
+
+    def interrupt(event):
+        if event.phase is phase:
+            interrupt_once.append(event)
+            if len(interrupt_once) == 1:
+                raise KeyboardInterrupt
+
+    interrupt_once = []
+    window = window_on(world, interrupt)
+    error = use(world, window)
+    assert isinstance(error, KeyboardInterrupt) or phase is Phase.BROKEN
+    assert_safe(world, window)
+    assert world.serving
+
+
+def test_an_error_in_the_progress_callback_is_noted_only():
+    world = World()
+
+    def bad(event):
+        raise ValueError("no terminal")
+
+    window = window_on(world, bad)
+    assert use(world, window) is None
+    assert window.record.outcome == "restored" and "no terminal" in window.record.notes[0]
+
+
+def test_a_second_interrupt_leaves_the_restore_to_the_host():
+    world = World()
+    window = window_on(world)
+    window.open()
+    world.faults = {world.steps + 2: "ctrl-c", world.steps + 4: "ctrl-c"}
+    with pytest.raises(KeyboardInterrupt) as caught:
+        window.close()
+    assert window.record.outcome == "broken" and world.armed
+    note = caught.value.__notes__[0]
+    assert "interrupted twice" in note and "the host starts it by itself within 600 s" in note
+    assert "by hand: `ssh root@fake systemctl start sglang-fake.service`" in note
+    world.advance(700)
+    assert world.serving
+
+
+def test_memory_that_stays_is_freed_by_killing_the_unit_s_leftovers():
+    world = World()
+    world.leftover = True
+    window = window_on(world)
+    assert use(world, window) is None
+    assert world.log == ["arm", "stop", "kill", "job", "start", "disarm"]
+    assert window.record.escalations == [
+        "SIGKILL to what was left in the control group of sglang-fake.service (pids 101; exit status 0)"
+    ]
+
+
+def test_memory_that_cannot_be_freed_gives_the_server_back():
+    world = World()
+    world.leftover, world.killable = True, False
+    window = window_on(world)
+    error = use(world, window)
+    assert (
+        isinstance(error, WindowError)
+        and "were not free 120 s after" in str(error)
+        and "pid 101" in str(error)
+    )
+    assert window.record.outcome == "restored" and "job" not in world.log and world.serving
+    # It was in the snapshot and in the control group, with the same start time: then it may be killed by pid
+    # too.
+    assert world.log == ["arm", "stop", "kill", "kill -KILL 101", "start", "disarm"]
+
+
+def test_another_model_after_the_start_is_broken_and_stays_guarded():
+    world = World()
+    window = window_on(
+        world, lambda event: setattr(world, "model_path", "/x") if event.phase is Phase.HELD else None
+    )
+    error = use(world, window)
+    assert isinstance(error, WindowError)
+    assert "model_path was '/models/m' and is '/x'" in str(error) and "stays armed" in str(error)
+    assert window.record.outcome == "broken" and world.armed
+
+
+def test_a_host_that_is_in_use_is_left_alone():
+    world = World()
+    world.timer = ("taugate window w0 bob@lab", world.now + 1e6, 1e6)
+    window = window_on(world)
+    error = use(world, window)
+    assert isinstance(error, WindowError) and "in use by `taugate window w0 bob@lab`" in str(error)
+    assert world.log == [] and world.armed and window.record.outcome == "restored"
+
+
+def test_a_frozen_client_finds_out_that_its_lease_is_gone():
+    world = World()
+    window = window_on(world)
+    window.open()
+    world.advance(700)
+    assert "dead-man fired" in world.log and world.serving
+    with pytest.raises(LeaseLost):
+        window.run_job(["work"], deadline_s=60)
+    with pytest.raises(LeaseLost, match="ran out inside the window"):
+        window.close()
+    assert window.record.outcome == "restored" and window.record.lease_lost and "job" not in world.log
+
+
+def test_the_next_borrower_s_window_is_not_broken_by_a_late_client():
+    world = World()
+    window = window_on(world)
+    window.open()
+    world.advance(700)
+    world.timer = ("taugate window w2 bob@lab", world.now + 600, 600)
+    world.active = "inactive"
+    started = world.log.count("start")
+    with pytest.raises(LeaseLost, match="bob@lab"):
+        window.close()
+    assert world.log.count("start") == started and world.armed
+
+
+def test_a_stop_that_never_ends_is_given_up():
+    world = World()
+    window = window_on(world, stop_timeout_s=1.0)
+    error = use(world, window)
+    assert isinstance(error, DeadlineError) and "the stop of sglang-fake.service on fake" in str(error)
+    assert window.record.outcome == "restored" and world.serving and not world.armed
+
+
+def test_a_window_needs_a_canary():
+    with pytest.raises(WindowError, match="canary_input_ids"):
+        window_on(World(), canary_input_ids=()).open()
+
+
+def test_a_server_that_is_down_is_not_stopped():
+    world = World()
+    world.active = "inactive"
+    window = window_on(world)
+    with pytest.raises(HostError, match="is not listening"):
+        window.open()
+    assert world.log == [] and FakeTransport(world).name == "fake"
