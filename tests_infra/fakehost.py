@@ -34,12 +34,19 @@ class World:
         self.served_since_start = 0
         self.model_path = "/models/m"
         self.starts_fail = False
+        self.late: tuple[float, Callable[[], object]] | None = (
+            None  # a command that the host gets round to later
+        )
         self.faults: dict[int, str] = {}
-        self.steps = 0
+        self.names: list[str] = []
         self.log: list[str] = []
         self.violations: list[str] = []
 
-    # What the tests assert on
+    # What the tests ask for
+
+    @property
+    def steps(self) -> int:
+        return len(self.names)
 
     @property
     def serving(self) -> bool:
@@ -70,6 +77,9 @@ class World:
             self.timer = None
             self.log.append("dead-man fired")
             self.start()
+        if self.late and self.now >= self.late[0]:
+            (_, action), self.late = self.late, None
+            action()
         if self.active in ("activating", "deactivating") and self.now >= self.changes_at:
             self.active = {"activating": "active", "deactivating": "inactive"}[self.active]
             if self.active == "active" and self.starts_fail:
@@ -79,12 +89,15 @@ class World:
         """Count a step and do it, unless a fault is due: KIND or KIND-after (the host acts, the client
         fails).
         """
-        number, self.steps = self.steps, self.steps + 1
+        number = self.steps
+        self.names.append(name)
         fault = self.faults.get(number, "")
         if name == "sleep" and not fault.startswith(("ctrl-c", "exit")):  # nothing else can go wrong there
             fault = ""
         if fault.endswith("-after"):
             action()
+        if fault.startswith("ctrl-c-late"):
+            self.late = (self.now + float(fault.removeprefix("ctrl-c-late-")), action)
         if fault.startswith("ctrl-c"):
             raise KeyboardInterrupt
         if fault.startswith("exit"):

@@ -228,7 +228,8 @@ def test_the_job_command():
     assert script.seen[0] == [
         "systemd-run", "--quiet", "--collect", "--wait", "--pipe", "--unit=taugate-job-w1-2",
         "--property=Conflicts=a.service", "--property=After=a.service", "--property=RuntimeMaxSec=60",
-        "--property=WorkingDirectory=/w", "--setenv=A=b c", "py", "-c", "x y",
+        "--property=WorkingDirectory=/w", "--setenv=A=b c",
+        "/bin/sh", "-c", 'trap "exit 143" TERM; "$@" & wait $!', "taugate-job", "py", "-c", "x y",
     ]  # fmt: skip
     with pytest.raises(HostError, match="not the name of an environment variable"):
         run_job(

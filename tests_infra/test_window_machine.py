@@ -92,6 +92,7 @@ def test_every_single_fault_at_every_step(fault):
             assert window.record.outcome == "restored"
         if not fault.startswith(("bug", "exit")):  # one thing that the host or the network does is survived
             assert window.record.outcome in ("", "restored") and world.serving, (step, window.record)
+            assert window.record.lease_lost == ""
         if fault.startswith("ctrl-c") and step < STEPS:
             assert isinstance(error, KeyboardInterrupt) and world.serving
             assert window.record.outcome in ("", "restored")
@@ -121,6 +122,19 @@ def test_any_faults_in_any_world(faults, leftover, killable, starts_fail, change
     world.faults = {}
     world.advance(VALUES.ttl_s + 20)  # the client is dead now: what does the host do by itself?
     assert world.serving
+
+
+@pytest.mark.parametrize("tenths", range(0, 130, 5))
+def test_a_stop_that_the_host_gets_round_to_after_the_interrupt(tenths):
+    reference = World()
+    window_on(reference).open()
+    stop_step = next(step for step, name in enumerate(reference.names) if name.startswith("systemctl stop"))
+    world = World()
+    world.faults = {stop_step: f"ctrl-c-late-{tenths / 10}"}
+    window = window_on(world)
+    assert isinstance(use(world, window), KeyboardInterrupt)
+    assert_safe(world, window)
+    assert window.record.outcome == "restored"
 
 
 @pytest.mark.parametrize("phase", list(Phase))
@@ -211,7 +225,16 @@ def test_a_host_that_is_in_use_is_left_alone():
     window = window_on(world)
     error = use(world, window)
     assert isinstance(error, WindowError) and "in use by `taugate window w0 bob@lab`" in str(error)
-    assert world.log == [] and world.armed and window.record.outcome == "restored"
+    assert world.log == [] and world.armed and window.record.phases == []
+
+
+def test_another_client_may_be_faster_by_a_moment():
+    world = World()
+    other = ("taugate window w0 bob@lab", world.now + 1e6, 1e6)
+    window = window_on(world, lambda event: setattr(world, "timer", other) if not window._opened else None)
+    error = use(world, window)
+    assert isinstance(error, WindowError) and "in use by `taugate window w0 bob@lab`" in str(error)
+    assert world.log == [] and world.timer == other and window.record.outcome == "restored"
 
 
 def test_a_frozen_client_finds_out_that_its_lease_is_gone():

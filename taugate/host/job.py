@@ -5,11 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-from taugate.errors import HostError
+from taugate.errors import DeadlineError, HostError, JobError
 from taugate.host.transport import Completed, OnLine, Transport
 from taugate.host.unit import valid_unit_name
 
 _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+# systemd calls a service that ended by SIGTERM a success, and `systemd-run --wait` then says 0. A job that
+# was stopped (by the dead-man, by an operator's start) must not look finished, so a shell in front turns
+# SIGTERM into a status.
+STOPPED_RC = 143
+_WRAPPER = ("/bin/sh", "-c", f'trap "exit {STOPPED_RC}" TERM; "$@" & wait $!', "taugate-job")
 # systemd ends the job at its RuntimeMaxSec; after that it may need TimeoutStopSec (90 s) to kill it.
 _GRACE_S = 120.0
 
@@ -36,8 +41,9 @@ def run_job(
 ) -> Completed:
     """Run `argv` in `work_dir` on the host until it ends; systemd kills it after `deadline_s` seconds.
 
-    Conflicts=service: whoever starts the server ends the job first. A job that failed is a value (rc);
-    rc None = its end is unknown. Raises HostError, and DeadlineError if even systemd did not end it.
+    Conflicts=service: whoever starts the server ends the job first. A job that failed is a value (rc;
+    STOPPED_RC = it was stopped); rc None = its end is unknown. Raises HostError, and DeadlineError if even
+    systemd did not end it.
     """
     unit = valid_unit_name(job_unit(window_id, number) + ".service").removesuffix(".service")
     service = valid_unit_name(service)
@@ -49,6 +55,26 @@ def run_job(
         f"--property=Conflicts={service}", f"--property=After={service}",
         f"--property=RuntimeMaxSec={max(1, round(deadline_s))}", f"--property=WorkingDirectory={work_dir}",
         *(f"--setenv={name}={value}" for name, value in (env or {}).items()),
-        *argv,
+        *_WRAPPER, *argv,
     ]  # fmt: skip
     return transport.run(command, deadline=deadline_s + _GRACE_S, on_line=on_line)
+
+
+def check_end(done: Completed, what: str, deadline_s: float) -> Completed:
+    """Return `done` if the job ended by itself.
+
+    Raises DeadlineError (ended by systemd), JobError (end unknown).
+    """
+    if done.rc is None:
+        raise JobError(
+            f"{what} on {done.host} ended without an exit status (connection lost or killed by a signal):"
+            " its results"
+            " cannot be trusted"
+        )
+    if done.rc != 0 and done.seconds >= deadline_s:
+        raise DeadlineError(
+            f"{what} on {done.host} was ended by systemd after {deadline_s:g} s: raise `window.job_timeout`,"
+            " or give it"
+            " less to do"
+        )
+    return done

@@ -66,12 +66,15 @@ class Lease:
         holder = self.holder()
         if holder and self.is_mine(holder):  # the answer was lost, not the command
             return
-        if holder:
-            raise WindowError(
-                f"{self._transport.name} is in use by `{holder}`: wait until that window closes,"
-                f" or if it is dead until its timer {self.timer} has restored the server"
-            )
+        self._require_free(holder)
         done.check(f"arming the dead-man timer {self.timer}")
+
+    def require_free(self) -> None:
+        """Raise WindowError if another window is open on the host.
+
+        Raises HostError if the host does not answer.
+        """
+        self._require_free(self.holder())
 
     def holder(self) -> str | None:
         """The description of whichever window's timer is waiting on the host now; None if none is.
@@ -104,6 +107,14 @@ class Lease:
         """Unload the timer. Raises LeaseLost if it was already gone or is not ours, HostError."""
         self._require_ours()
         self._timer("stop")
+
+    def _require_free(self, holder: str | None) -> None:
+        if holder:
+            raise WindowError(
+                f"{self._transport.name} is in use by `{holder}`: wait until that window closes, or if it is"
+                " dead"
+                f" until its timer {self.timer} has restored the server"
+            )
 
     def _timer(self, verb: str) -> None:
         done = self._transport.run(["systemctl", verb, self.timer], deadline=COMMAND_DEADLINE_S)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from taugate.errors import JobError, LeaseLost, WindowError
+from taugate.errors import LeaseLost, WindowError
 from taugate.host import job
 from taugate.host.host import Host
 from taugate.host.lease import Lease, Renewer
@@ -74,6 +74,7 @@ class Window:
                 "a window needs canary_input_ids: without a real request nobody knows that a server serves"
             )
         self._journal.begin()
+        self._lease.require_free()
         self.record.identity_before = self.host.server.identity()
         self._canary = take_canary(self.host, self.settings)
         before = look_before(self.host)
@@ -98,8 +99,8 @@ class Window:
     ) -> Completed:
         """Run one job on the freed GPUs, in the host's work_dir; systemd ends it after `deadline_s` seconds.
 
-        A job that fails is a value. Raises LeaseLost (the host has taken its GPUs back), JobError (end
-        unknown).
+        A job that fails is a value. Raises LeaseLost (the host has taken its GPUs back), DeadlineError
+        (systemd ended it), JobError (its end is unknown).
         """
         if self.phase is not Phase.HELD:
             raise WindowError(f"window {self.settings.window_id} holds no GPUs: it is {self.phase.value}")
@@ -116,15 +117,11 @@ class Window:
             env=env,
             on_line=on_line,
         )
-        if done.rc != 0 and self.lost:
-            raise LeaseLost(self.lost)
-        if done.rc is None:
-            raise JobError(
-                f"job {self._jobs} of window {self.settings.window_id} on {self.host.name} ended without an"
-                " exit status"
-                " (connection lost or killed by a signal): its results cannot be trusted"
-            )
-        return done
+        if done.rc != 0:
+            self._require_lease()  # a job that was stopped because the window is over gets that as its reason
+            if taken := self._taken_by():
+                raise LeaseLost(taken)
+        return job.check_end(done, f"job {self._jobs} of window {self.settings.window_id}", deadline_s)
 
     def close(self) -> None:
         """Give the GPUs back: stop the jobs, start the server, verify it, disarm the timer last.
@@ -250,8 +247,9 @@ class Window:
         return WindowError(self.record.error)
 
     def _close_after(self, error: BaseException) -> None:
-        """Restore after `error`; what goes wrong with that is noted on it, and is what is raised unless
-        Ctrl-C was first.
+        """Restore after `error`.
+
+        A restore that fails is raised in its place, unless that was Ctrl-C or an exit.
         """
         try:
             self.close()
