@@ -54,7 +54,7 @@ class ConfigFile:
         elif section == "profile":
             if not isinstance(content, dict):
                 self._fail(
-                    "profile", f'[profile.NAME] is a table; select one by default_profile = "{content}"'
+                    "profile", f'[profile.NAME] is a table; select with default_profile = "{content}"'
                 )
             for name, table in content.items():
                 self._check_table(f"profile.{name}", table, HostProfile)
