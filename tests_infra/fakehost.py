@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Callable
 
 from taugate.errors import HostError
@@ -142,6 +143,14 @@ class World:
     def command(self, argv: list[str]) -> tuple[int, str]:
         """Exit status and stdout of a command."""
         self.advance(0.01)
+        return self.execute(argv)
+
+    def execute(self, argv: list[str]) -> tuple[int, str]:
+        if argv[:2] == ["/bin/sh", "-c"]:
+            condition, _, then = argv[2].partition(" && exec ")
+            watched = condition.removeprefix("systemctl is-active --quiet ")
+            active = self.active == "active" if watched == SERVICE else self.timer is not None
+            return self.execute(shlex.split(then)) if active else (3, "")
         line = " ".join(argv)
         if line == "true" or line.startswith(
             ("mkdir", "systemctl reset-failed", "systemctl stop taugate-job-")

@@ -170,6 +170,12 @@ def test_lost_connection_is_unknown_and_the_next_command_connects_again(server, 
     assert ssh.run(["echo", "back"], deadline=10).stdout == "back\n"
 
 
+def test_a_dead_link_is_noticed_by_the_kernel(ssh):
+    ssh.run(["true"], deadline=10)
+    sock = ssh._client.get_transport().sock
+    assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 15_000
+
+
 def test_unknown_host_key_gives_the_command_that_adds_it(server, tmp_path):
     known = tmp_path / "known hosts"
     command = f"ssh-keyscan -p {server.port} 127.0.0.1 >> {shlex.quote(str(known))}"

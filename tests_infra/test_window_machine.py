@@ -4,13 +4,19 @@ stays armed.
 
 from __future__ import annotations
 
+import time
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from taugate.errors import DeadlineError, HostError, LeaseLost, WindowError
+from taugate.errors import DeadlineError, HostError, JobError, LeaseLost, WindowError
+from taugate.host.host import Host, HostSettings
+from taugate.host.lease import Renewer
+from taugate.host.transport import Completed
 from taugate.host.window import Phase, Window, WindowSettings
-from tests_infra.fakehost import FakeTransport, World, fake_host
+from tests_infra.fakehost import SERVICE, FakeTransport, World, fake_host
 
 FAULTS = ["rc1", "lost", "lost-after", "host-error", "host-error-after", "ctrl-c", "ctrl-c-after", "exit",
           "exit-after",
@@ -19,8 +25,6 @@ VALUES = WindowSettings((1, 2, 3), window_id="w1", owner="me@here", persist_s=10
 
 
 def window_on(world, on_event=None, **changes):
-    from dataclasses import replace
-
     return Window(
         fake_host(world), replace(VALUES, **changes), on_event, clock=world.clock, sleep=world.sleep
     )
@@ -124,17 +128,19 @@ def test_any_faults_in_any_world(faults, leftover, killable, starts_fail, change
     assert world.serving
 
 
-@pytest.mark.parametrize("tenths", range(0, 130, 5))
-def test_a_stop_that_the_host_gets_round_to_after_the_interrupt(tenths):
+@pytest.mark.parametrize("late", [n / 200 for n in range(60)] + [1, 2, 5, 9, 13])
+def test_a_stop_that_the_host_gets_round_to_after_the_interrupt(late):
     reference = World()
     window_on(reference).open()
-    stop_step = next(step for step, name in enumerate(reference.names) if name.startswith("systemctl stop"))
+    stop_step = next(step for step, name in enumerate(reference.names) if "stop --no-block" in name)
     world = World()
-    world.faults = {stop_step: f"ctrl-c-late-{tenths / 10}"}
+    world.faults = {stop_step: f"ctrl-c-late-{late}"}
     window = window_on(world)
     assert isinstance(use(world, window), KeyboardInterrupt)
-    assert_safe(world, window)
     assert window.record.outcome == "restored"
+    world.advance(20)
+    assert_safe(world, window)
+    assert world.serving and not world.armed
 
 
 @pytest.mark.parametrize("phase", list(Phase))
@@ -235,6 +241,93 @@ def test_another_client_may_be_faster_by_a_moment():
     error = use(world, window)
     assert isinstance(error, WindowError) and "in use by `taugate window w0 bob@lab`" in str(error)
     assert world.log == [] and world.timer == other and window.record.outcome == "restored"
+
+
+def answer_job(world, rc, seconds=1.0, then=lambda: None):
+    """Let the next job end with `rc` after `seconds`, and something happen to the host meanwhile."""
+    real = FakeTransport.run
+
+    class Transport(FakeTransport):
+        def run(self, argv, *, deadline, input=None, on_line=None):
+            if argv[0] == "systemd-run" and "--wait" in argv:
+                then()
+                return Completed(tuple(argv), rc, "", "", seconds, "fake")
+            return real(self, argv, deadline=deadline, input=input, on_line=on_line)
+
+    return Host(HostSettings(SERVICE, host="fake", user="root"), Transport(world))
+
+
+@pytest.mark.parametrize(
+    ("rc", "seconds", "kind", "message"),
+    [
+        (None, 1.0, JobError, "job 1 of window w1 on fake ended without an exit status"),
+        (1, 60.0, DeadlineError, "was ended by systemd after 60 s: raise `window.job_timeout`"),
+        (3, 1.0, None, ""),
+    ],
+)
+def test_how_a_job_may_end(rc, seconds, kind, message):
+    world = World()
+    with Window(answer_job(world, rc, seconds), VALUES, clock=world.clock, sleep=world.sleep) as window:
+        if kind is None:
+            assert window.run_job(["work"], deadline_s=60).rc == 3
+        else:
+            with pytest.raises(kind, match=message):
+                window.run_job(["work"], deadline_s=60)
+    assert window.record.outcome == "restored" and world.serving and not world.armed
+
+
+def test_an_operator_s_start_ends_the_job_and_is_named_as_the_reason():
+    world = World()
+
+    def operator():
+        world.start()
+        world.advance(2)
+
+    window = Window(answer_job(world, 143, then=operator), VALUES, clock=world.clock, sleep=world.sleep)
+    error = use(world, window)
+    assert isinstance(error, LeaseLost) and "was started by somebody else" in str(error)
+    assert window.record.outcome == "restored" and world.serving and not world.armed
+
+
+class Renewals:
+    """Stands in for a Lease: each renewal takes the next answer, the last one for ever."""
+
+    def __init__(self, *answers):
+        self.answers, self.count = list(answers), 0
+
+    def renew(self):
+        answer = self.answers[min(self.count, len(self.answers) - 1)]
+        self.count += 1
+        if answer:
+            raise answer
+
+
+def wait_for(condition):
+    end = time.monotonic() + 10
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.01)
+    assert condition()
+
+
+def test_renewals_go_on_until_the_lease_is_lost_for_sure():
+    lease = Renewals(None, None, HostError("no route"), None, LeaseLost("gone"))
+    renewer = Renewer(lease, 0.15)
+    renewer.start()
+    wait_for(lambda: renewer.lost)
+    assert (lease.count, renewer.lost) == (5, "gone")
+    renewer.stop()
+
+    unreachable = Renewer(Renewals(HostError("no route")), 0.15)
+    unreachable.start()
+    wait_for(lambda: unreachable.lost)
+    assert "could not be renewed for 0.15 s (no route)" in unreachable.lost
+    unreachable.stop()
+
+    taken = Renewer(Renewals(None), 0.15, watch=lambda: "started by somebody else")
+    taken.start()
+    wait_for(lambda: taken.lost == "started by somebody else")
+    taken.stop()
+    assert taken.stopped
 
 
 def test_a_frozen_client_finds_out_that_its_lease_is_gone():

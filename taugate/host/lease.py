@@ -15,8 +15,8 @@ import time
 from collections.abc import Callable
 
 from taugate.errors import HostError, LeaseLost, WindowError
-from taugate.host.transport import Transport
-from taugate.host.unit import COMMAND_DEADLINE_S, show_properties, valid_unit_name
+from taugate.host.transport import Completed, Transport
+from taugate.host.unit import COMMAND_DEADLINE_S, run_while_active, show_properties, valid_unit_name
 
 JOB_GLOB = "taugate-job-*.service"
 _WINDOW_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -103,10 +103,21 @@ class Lease:
         self._require_ours()
         self._timer("restart")
 
-    def disarm(self) -> None:
-        """Unload the timer. Raises LeaseLost if it was already gone or is not ours, HostError."""
+    def disarm(self, while_active: str | None = None) -> bool:
+        """Unload the timer. Raises LeaseLost if it was already gone or is not ours, HostError.
+
+        while_active: the service that must be active at that moment; if it is not, the timer stays and the
+        answer is False.
+        """
         self._require_ours()
-        self._timer("stop")
+        if while_active is None:
+            self._timer("stop")
+            return True
+        done = run_while_active(self._transport, while_active, ["systemctl", "stop", self.timer])
+        if done.rc in (3, 4):
+            return False
+        self._judge(done, "stop")
+        return True
 
     def _require_free(self, holder: str | None) -> None:
         if holder:
@@ -117,7 +128,9 @@ class Lease:
             )
 
     def _timer(self, verb: str) -> None:
-        done = self._transport.run(["systemctl", verb, self.timer], deadline=COMMAND_DEADLINE_S)
+        self._judge(self._transport.run(["systemctl", verb, self.timer], deadline=COMMAND_DEADLINE_S), verb)
+
+    def _judge(self, done: Completed, verb: str) -> None:
         if done.rc == 5:
             raise self._lost()
         done.check(f"{verb} of {self.timer}")

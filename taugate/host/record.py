@@ -104,7 +104,7 @@ class Journal:
         self, record: WindowRecord, on_event: Callable[[PhaseEvent], None] | None, clock: Callable[[], float]
     ) -> None:
         self.phase = Phase.SERVING
-        self._record, self._on_event, self._clock = record, on_event, clock
+        self.record, self._on_event, self._clock = record, on_event, clock
         self._begun = clock()
 
     def begin(self) -> None:
@@ -115,12 +115,12 @@ class Journal:
         self.phase = phase
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
         event = PhaseEvent(phase, now, self._clock() - self._begun, detail)
-        self._record.phases.append(event)
+        self.record.phases.append(event)
         if self._on_event:
             try:
                 self._on_event(event)
             except Exception as error:
-                self._record.notes.append(f"on_event failed at {phase.value}: {error!r}")
+                self.record.notes.append(f"on_event failed at {phase.value}: {error!r}")
 
 
 def compare_canary(before: Generation, after: Generation) -> dict[str, Any]:

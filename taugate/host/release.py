@@ -85,11 +85,15 @@ def stop(
     host: Host,
     before: Before,
     settings: WindowSettings,
+    timer: str,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> UnitState:
-    """Stop the unit and wait until systemd calls it inactive or failed. Raises DeadlineError, HostError."""
-    host.unit.stop()
+    """Stop the unit if `timer` is armed, and wait until systemd calls it inactive or failed.
+
+    Raises DeadlineError, HostError.
+    """
+    host.unit.stop(only_while=timer)
     limit = settings.stop_timeout_s
     if limit is None:
         own = before.state.timeout_stop_s

@@ -77,27 +77,27 @@ class Restore:
         except DeadlineError as error:
             raise WindowError(f"{error}: {self._trouble}") from error
 
-    def verify(self) -> list[Generation]:
+    def verify(self) -> list[Generation] | None:
         """Real generations, all of which must succeed; the first can be compared with the canary.
 
-        Raises WindowError.
+        None if the unit has stopped meanwhile, so that it must be started again. Raises WindowError.
         """
-        settings = self._settings
+        count = max(2, self._settings.verify_requests)
+        answers: list[Generation] = []
+        for number in range(count):
+            answer = self.persist(self._generate, f"test request {number + 1} of {count}")
+            if answer is None:
+                return None
+            answers.append(answer)
+        return answers
 
-        def generate() -> Generation:
-            return self._host.server.generate(
-                settings.canary_input_ids, settings.canary_tokens, top_logprobs=2
-            )
-
-        count = max(2, settings.verify_requests)
-        return [self.persist(generate, f"test request {number + 1} of {count}") for number in range(count)]
-
-    def is_active(self) -> bool:
-        """Whether systemd still calls the unit active: a stop that was under way may have come last."""
-        return (
-            self.persist(self._host.unit.show, f"reading the state of {self._host.unit.name}").active
-            == "active"
-        )
+    def _generate(self) -> Generation | None:
+        try:
+            return take_canary(self._host, self._settings)
+        except HostError:
+            if self._host.unit.show().active != "active":
+                return None
+            raise
 
     def broken(self, why: str, timer: str, lost: str | None) -> str:
         """The sentence for a server that did not come back: why, what the host will do, what a person can

@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 import posixpath
 import re
+import shlex
 from dataclasses import dataclass
 
 from taugate.errors import HostError
@@ -81,9 +82,20 @@ class Unit:
             invocation_id=values.get("InvocationID", ""),
         )
 
-    def stop(self) -> None:
-        """Ask systemd to stop the unit, and return at once. Raises HostError."""
-        self._systemctl("stop", "--no-block").check(f"stopping {self.name}")
+    def stop(self, only_while: str | None = None) -> None:
+        """Ask systemd to stop the unit, and return at once. Raises HostError.
+
+        only_while: a unit without which the host does not stop this one. The host looks, not we: a command
+        that it gets round to late, after its sender has gone on, must not stop a server whose dead-man is
+        disarmed.
+        """
+        if only_while is None:
+            done = self._systemctl("stop", "--no-block")
+        else:
+            done = run_while_active(
+                self._transport, only_while, ["systemctl", "stop", "--no-block", self.name]
+            )
+        done.check(f"stopping {self.name}")
 
     def start(self) -> None:
         """Forget failed starts, ask systemd to start the unit, and return at once. Raises HostError."""
@@ -119,6 +131,16 @@ class Unit:
 
     def _systemctl(self, verb: str, *options: str) -> Completed:
         return self._transport.run(["systemctl", verb, *options, self.name], deadline=COMMAND_DEADLINE_S)
+
+
+def run_while_active(transport: Transport, unit: str, argv: list[str]) -> Completed:
+    """Run `argv` on the host if `unit` is active there at that moment; rc 3 or 4 = it is not.
+
+    Raises HostError.
+    """
+    condition = ["systemctl", "is-active", "--quiet", valid_unit_name(unit)]
+    line = f"{shlex.join(condition)} && exec {shlex.join(argv)}"
+    return transport.run(["/bin/sh", "-c", line], deadline=COMMAND_DEADLINE_S)
 
 
 def valid_unit_name(name: str) -> str:

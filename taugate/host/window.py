@@ -13,9 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 
 from taugate.errors import LeaseLost, WindowError
 from taugate.host import job
+from taugate.host.handback import Handback
 from taugate.host.host import Host
 from taugate.host.lease import Lease, Renewer
-from taugate.host.record import Journal, Phase, PhaseEvent, WindowRecord, WindowSettings, compare_canary
+from taugate.host.record import Journal, Phase, PhaseEvent, WindowRecord, WindowSettings
 from taugate.host.release import Before, Release, look_before, stop
 from taugate.host.restore import Restore, take_canary
 from taugate.host.transport import Completed, OnLine
@@ -46,10 +47,12 @@ class Window:
         self._clock, self._sleep = clock, sleep
         self._lease = Lease(host.transport, window_id=settings.window_id, owner=settings.owner)
         self._renewer = Renewer(self._lease, settings.ttl_s, self._taken_by)
-        self._restore = Restore(host, settings, clock, sleep)
+        self._handback = Handback(
+            host, self._journal, self._lease, self._renewer, Restore(host, settings, clock, sleep), clock
+        )
         self._opened = self._closed = False
         self._stopped_at: float | None = None
-        self._jobs = self._disarms = 0
+        self._jobs = 0
 
     @property
     def phase(self) -> Phase:
@@ -134,16 +137,16 @@ class Window:
         worked = False
         while self._opened and not self._closed:
             try:
-                self._give_back()
+                self._handback.run(self._stopped_at, self._canary)
                 self._closed = worked = True
             except KeyboardInterrupt as interrupt:
                 if pending:
-                    self._broken("the restore was interrupted twice")
+                    self._fail("the restore was interrupted twice")
                     interrupt.add_note(self.record.error)
                     raise
                 pending = interrupt
             except BaseException as error:
-                broken = self._broken(str(error) or repr(error))
+                broken = self._fail(str(error) or repr(error))
                 if pending is None and isinstance(error, Exception):
                     raise broken from error
                 # Whoever wants the process to end gets that, with the bad news attached.
@@ -170,7 +173,7 @@ class Window:
             f"the host restores the server {self.settings.ttl_s:g} s after it last heard from us",
         )
         self._stopped_at = self._clock()
-        state = stop(self.host, before, self.settings, self._clock, self._sleep)
+        state = stop(self.host, before, self.settings, self._lease.timer, self._clock, self._sleep)
         self._journal.event(
             Phase.STOPPED, f"{state.active}, result {state.result}, KillMode={before.state.kill_mode}"
         )
@@ -181,70 +184,9 @@ class Window:
         self._require_lease()
         self._journal.event(Phase.HELD, f"{self._clock() - self._stopped_at:.1f} s after the stop")
 
-    def _give_back(self) -> None:
-        """All steps in order; begins again from the first after an interrupt."""
-        restore, record = self._restore, self.record
-        holder = restore.persist(self._lease.holder, "reading the dead-man timer")
-        mine = holder is not None and self._lease.is_mine(holder)
-        if self._disarms and not mine:  # interrupted after the last step
-            self._finish("the same server answers")
-            return
-        if holder and not mine:
-            # Ours has fired long ago and the next borrower is at work: starting the server now would break
-            # their window.
-            self._renewer.stop()
-            record.lease_lost = self.lost or f"the host is in use by `{holder}`"
-            self._finish("left to the host" if self._stopped_at else "not touched")
-            return
-        if self._stopped_at is not None:
-            self._journal.event(Phase.STARTING, "")
-            restore.stop_jobs()
-            begun = self._clock()
-            for _ in range(3):  # again if a stop that was still under way came last
-                assert record.identity_before
-                record.identity_after = restore.start(record.identity_before)
-                answers = restore.verify()
-                if restore.is_active():
-                    break
-            else:
-                raise WindowError(f"{self.host.unit.name} stopped again and again after it had answered")
-            record.downtime_s = self._clock() - self._stopped_at
-            record.start_s = self._clock() - begun
-            record.canary = compare_canary(self._canary, answers[0])
-        self._renewer.stop()
-        record.lease_lost = self.lost or ""
-        if holder:
-            try:
-                restore.persist(self._disarm, "disarming the dead-man timer")
-            except LeaseLost as error:
-                record.lease_lost = record.lease_lost or str(error)
-        elif self._stopped_at is not None:
-            record.lease_lost = (
-                record.lease_lost or f"the dead-man timer {self._lease.timer} ran out inside the window"
-            )
-        self._finish(
-            "the same server answers" if self._stopped_at is not None else "the server was not stopped"
-        )
-
-    def _disarm(self) -> None:
-        self._disarms += 1
-        try:
-            self._lease.disarm()
-        except LeaseLost:
-            if self._disarms == 1:  # later it only means that an earlier try got through
-                raise
-
-    def _finish(self, detail: str) -> None:
-        self.record.outcome = "restored"
-        self._journal.event(Phase.SERVING, detail)
-
-    def _broken(self, why: str) -> WindowError:
+    def _fail(self, why: str) -> WindowError:
         self._closed = True
-        self._renewer.stop(timeout=0)  # from here on the timer must be allowed to fire
-        self.record.outcome = "broken"
-        self.record.error = self._restore.broken(why, self._lease.timer, self.lost)
-        self._journal.event(Phase.BROKEN, self.record.error)
-        return WindowError(self.record.error)
+        return self._handback.give_up(why)
 
     def _close_after(self, error: BaseException) -> None:
         """Restore after `error`.
