@@ -222,14 +222,15 @@ def test_exit_status_5_means_that_the_lease_is_lost():
 def test_the_job_command():
     script = Script()
     run_job(
-        script, ["py", "-c", "x y"], window_id="w1", number=2, service="a.service", work_dir="/w",
+        script, ["py", "-c", "x $y"], window_id="w1", number=2, service="a.service", work_dir="/w",
         deadline_s=60, env={"A": "b c"},
     )  # fmt: skip
     assert script.seen[0] == [
         "systemd-run", "--quiet", "--collect", "--wait", "--pipe", "--unit=taugate-job-w1-2",
         "--property=Conflicts=a.service", "--property=After=a.service", "--property=RuntimeMaxSec=60",
         "--property=WorkingDirectory=/w", "--setenv=A=b c",
-        "/bin/sh", "-c", 'trap "exit 143" TERM; "$@" & wait $!', "taugate-job", "py", "-c", "x y",
+        "--setenv=TAUGATE_JOB=py -c 'x $y'",
+        "/bin/sh", "-c", 'trap "exit 143" TERM; eval "$TAUGATE_JOB" & wait $!',
     ]  # fmt: skip
     with pytest.raises(HostError, match="not the name of an environment variable"):
         run_job(
