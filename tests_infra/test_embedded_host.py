@@ -200,6 +200,8 @@ def test_exit_codes(host: EmbeddedHost, command: str, code: int) -> None:
 
 
 def test_show_and_version(host: EmbeddedHost) -> None:
+    assert host.systemctl("is-active", SERVICE).stdout == "active\n"
+    assert host.systemctl("is-active", "--quiet", SERVICE).stdout == ""
     assert host.systemctl("--version").stdout.startswith("systemd 252 ")
     asked = host.systemctl(
         "show", "-p", "MainPID,LoadState", "-p", "TimeoutStopUSec", SERVICE
