@@ -299,7 +299,9 @@ def test_a_job_passes_input_outputs_and_exit_code(host: EmbeddedHost) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (7, f"data\n{host.info.work_dir}\n", "err\n")
     assert state(host) == "inactive" and host.used_mib() == [4, 4]
     assert job(host, "a", "true").returncode == 0  # the name is free again
-    assert job(host, "a", "/bin/sh", "-c", "kill -9 $$").returncode == 255
+    assert job(host, "a", "/bin/sh", "-c", "kill -9 $$$$").returncode == 255  # systemd makes it $$
+    words = job(host, "a", "/bin/echo", "$W", "x${W}", "x$W", "$$W", options=("--setenv=W=a b",))
+    assert words.stdout == "a b xa b x$W $W\n"
     assert job(host, "a", "nosuch-program").returncode == 1
 
 
