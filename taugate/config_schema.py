@@ -146,7 +146,7 @@ class Statistics(Section):
 
 class Fidelity(Section):
     min_on_policy: Annotated[Number, Field(ge=0, le=1)] = 0.99
-    near_tie: Annotated[Number, Field(ge=0)] = 0.05
+    noise: Annotated[Number, Field(ge=0, lt=1)] = 0.005
 
 
 class WindowTimes(Section):
