@@ -136,20 +136,28 @@ def distinct(tokens: Tensor, n: int = 8) -> Tensor:
     return 1 - (grams[:, 1:] == grams[:, :-1]).float().mean(1)
 
 
-def regenerate(model, ids: Tensor, begins: Tensor, count: int, args, device: str, end: int) -> tuple[Tensor, Tensor]:
-    """Prompts from the corpus continued by the target: tokens [count, P + new] and prompt lengths (all equal to P)."""
-    rows, began = [], time.monotonic()
-    usable = begins[begins < len(ids) - args.prompt]
-    while sum(map(len, rows)) < count:
+def regenerate(
+    model, ids: Tensor, begins: Tensor, count: int, args, device: str, end: int
+) -> tuple[Tensor, Tensor]:
+    """Prompts from the corpus continued by the target: tokens [count, total] (int16) and prompt lengths [count].
+
+    Prompts begin at top-level statements and have one of several lengths, as the shipped ones have.
+    """
+    rows, lengths, made, began = [], [], 0, time.monotonic()
+    usable = begins[begins < len(ids) - args.total]
+    while made < count:
+        prompt = random.choice(args.prompts)
         pick = usable[torch.randint(0, len(usable), (args.generate_batch,))]
-        tokens = continue_greedily(model, windows(ids, pick, args.prompt, device), args.new, end)
+        tokens = continue_greedily(model, windows(ids, pick, prompt, device), args.total - prompt, end)
         # Loops teach a drafter to copy, which is not what it is judged by.
-        keep = distinct(tokens[:, args.prompt :]) >= args.distinct
+        keep = distinct(tokens[:, prompt:]) >= args.distinct
         rows.append(tokens[keep].to(torch.int16).cpu())
-        if len(rows) % 4 == 1:
-            made = sum(map(len, rows))
-            say(f"regenerated {made}/{count}, kept {keep.float().mean().item():.2f}, {len(rows) * args.generate_batch * args.new / (time.monotonic() - began) / 1e3:.0f}k tokens/s")
-    return torch.cat(rows)[:count]
+        lengths.append(torch.full((len(rows[-1]),), prompt))
+        made += len(rows[-1])
+        if len(rows) % 8 == 1:
+            kept, spent = keep.float().mean().item(), time.monotonic() - began
+            say(f"regenerated {made}/{count}, kept {kept:.2f}, {made / spent:.0f} sequences/s")
+    return torch.cat(rows)[:count], torch.cat(lengths)[:count]
 
 
 @torch.inference_mode()
@@ -160,9 +168,11 @@ def tapped(model, tokens: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def chained_tau(drafter: Drafter, tokens: Tensor, states: Tensor, prompt: int, ends: Tensor, embedding: Tensor) -> float:
+def chained_tau(
+    drafter: Drafter, tokens: Tensor, states: Tensor, prompts: Tensor, ends: Tensor, embedding: Tensor
+) -> float:
     """Pooled chained τ of a batch: all rows advance together, each by what its block accepted."""
-    anchors = torch.full((len(tokens), 1), prompt, device=tokens.device)
+    anchors = prompts[:, None].clone()
     keys = drafter.context(states)
     slots = torch.arange(1, BLOCK, device=tokens.device)
     emitted = cycles = 0
@@ -178,11 +188,10 @@ def chained_tau(drafter: Drafter, tokens: Tensor, states: Tensor, prompt: int, e
     return emitted / max(cycles, 1)
 
 
-def last_index(tokens: Tensor, prompt: int, end: int) -> Tensor:
-    """Index of the last real token of each row: its end token, or the cap."""
-    hit = tokens[:, prompt:] == end
-    first = torch.where(hit.any(1), hit.float().argmax(1), tokens.shape[1] - prompt - 1)
-    return first + prompt
+def last_index(tokens: Tensor, prompts: Tensor, end: int) -> Tensor:
+    """Index of the last real token of each row: its first end token after the prompt, or the cap."""
+    hit = (tokens == end) & (torch.arange(tokens.shape[1], device=tokens.device) >= prompts[:, None])
+    return torch.where(hit.any(1), hit.float().argmax(1), tokens.shape[1] - 1)
 
 
 def drafter_config(args) -> dict:
@@ -204,31 +213,36 @@ def save_drafter(drafter: Drafter, args, name: str, step: int, tau: float) -> No
     (directory / "config.json").write_text(json.dumps(drafter_config(args), indent=1) + "\n")
 
 
-def train_drafter(model, data: Tensor, held: Tensor, args, device: str, end: int) -> None:
+def train_drafter(model, made: tuple[Tensor, Tensor], held: tuple[Tensor, Tensor], args, device: str, end: int) -> None:
     drafter = Drafter(parse_config(drafter_config(args), "drafter")).to(device)
     for name, parameter in drafter.named_parameters():
         if parameter.ndim == 2:
             torch.nn.init.normal_(parameter, std=0.02)
     say(f"drafter {sum(p.numel() for p in drafter.parameters()) / 1e6:.2f}M parameters, taps {TAPS}, block {BLOCK}")
     embedding = model.get_input_embeddings().weight.detach().float()
-    states = torch.cat([tapped(model, part.to(device).long()) for part in data.split(1024)])
+    data, prompts = made[0].to(device), made[1].to(device)
+    states = torch.empty(*data.shape, len(TAPS) * 256, dtype=torch.bfloat16, device=device)
+    for part, out in zip(data.split(1024), states.split(1024), strict=True):
+        out.copy_(tapped(model, part.long()))
     say(f"states of {len(data)} sequences: {states.nbytes / 2**30:.1f} GiB")
-    data = data.to(device)
-    ends = last_index(data.long(), args.prompt, end)
-    held_tokens = held.to(device).long()
+    ends = last_index(data, prompts, end)
+    held_tokens, held_prompts = held[0].to(device).long(), held[1].to(device)
     held_states = torch.cat([tapped(model, part) for part in held_tokens.split(64)]).float()
-    held_ends = last_index(held_tokens, args.prompt, end)
+    held_ends = last_index(held_tokens, held_prompts, end)
     weight = torch.exp(-torch.arange(BLOCK - 1, device=device) / GAMMA)
     slots = torch.arange(1, BLOCK, device=device)
     optimizer = torch.optim.AdamW(drafter.parameters(), lr=args.draft_lr, betas=(0.9, 0.98), weight_decay=0.05, fused=device == "cuda")
     keep = {int(args.draft_steps * share): f"{share:.2f}" for share in (0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 0.8, 0.9)}
-    began = time.monotonic()
+    began, loss = time.monotonic(), torch.tensor(float("nan"))
     for step in range(args.draft_steps + 1):
         if step % args.draft_every == 0 or step in keep or step == args.draft_steps:
-            tau = chained_tau(drafter.eval(), held_tokens, held_states, args.prompt, held_ends, embedding)
+            tau = chained_tau(drafter.eval(), held_tokens, held_states, held_prompts, held_ends, embedding)
             drafter.train()
-            if step:
-                say(f"drafter step {step}/{args.draft_steps} loss {loss.item():.3f} chained tau held-out {tau:.3f} ({time.monotonic() - began:.0f} s)")
+            spent = time.monotonic() - began
+            say(
+                f"drafter step {step}/{args.draft_steps} loss {loss.item():.3f} "
+                f"chained tau held-out {tau:.3f} ({spent:.0f} s)"
+            )
         if step in keep:
             save_drafter(drafter, args, keep[step], step, tau)
         if step == args.draft_steps:
@@ -240,7 +254,8 @@ def train_drafter(model, data: Tensor, held: Tensor, args, device: str, end: int
         tokens, last = data[rows].long(), ends[rows]
         # A context never sees a whole number of blocks: anchors are drawn at random, as the paper found best.
         share = torch.rand(args.draft_batch, args.anchors, device=device)
-        anchors = (args.prompt + share * (last - args.prompt).clamp(min=1)[:, None]).long()
+        first = prompts[rows]
+        anchors = (first[:, None] + share * (last - first).clamp(min=1)[:, None]).long()
         where = anchors[..., None] + slots
         label = tokens.gather(1, where.clamp(max=tokens.shape[1] - 1).flatten(1)).view_as(where)
         with torch.autocast(device, torch.bfloat16):
@@ -255,6 +270,19 @@ def train_drafter(model, data: Tensor, held: Tensor, args, device: str, end: int
         optimizer.zero_grad(set_to_none=True)
 
 
+def make_target(ids: Tensor, held: Tensor, args, device: str, end: int):
+    config = Qwen3_5TextConfig(
+        vocab_size=VOCAB, hidden_size=256, intermediate_size=args.target_inner, num_hidden_layers=8,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=64, linear_num_key_heads=4, linear_num_value_heads=8,
+        linear_key_head_dim=32, linear_value_head_dim=32, tie_word_embeddings=True, max_position_embeddings=4096,
+        eos_token_id=end, pad_token_id=end, bos_token_id=None,
+    )  # fmt: skip
+    model = Qwen3_5ForCausalLM(config).to(device)
+    say(f"target {sum(p.numel() for p in model.parameters()) / 1e6:.2f}M parameters, layers {config.layer_types}")
+    train_target(model, ids, held, args, device)
+    return model.to(torch.bfloat16).eval()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
@@ -263,22 +291,22 @@ def main() -> None:
     parser.add_argument("--corpus-mb", type=float, default=80)
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--batch", type=int, default=256)
-    parser.add_argument("--target-steps", type=int, default=2000)
+    parser.add_argument("--target-steps", type=int, default=1100)
     parser.add_argument("--target-lr", type=float, default=3e-3)
     parser.add_argument("--target-inner", type=int, default=640)
-    parser.add_argument("--prompt", type=int, default=64)
-    parser.add_argument("--new", type=int, default=96)
-    parser.add_argument("--sequences", type=int, default=120_000)
+    parser.add_argument("--target", type=Path, help="use this trained target and train drafters only")
+    parser.add_argument("--prompts", type=int, nargs="+", default=[32, 48, 64, 96], help="prompt lengths in tokens")
+    parser.add_argument("--total", type=int, default=176, help="tokens of a prompt with its continuation")
+    parser.add_argument("--sequences", type=int, default=160_000)
     parser.add_argument("--generate-batch", type=int, default=4096)
-    parser.add_argument("--draft-steps", type=int, default=4000)
-    parser.add_argument("--draft-batch", type=int, default=128)
+    parser.add_argument("--draft-steps", type=int, default=6500)
+    parser.add_argument("--draft-batch", type=int, default=192)
     parser.add_argument("--draft-lr", type=float, default=1.5e-3)
     parser.add_argument("--draft-layers", type=int, default=3)
     parser.add_argument("--draft-inner", type=int, default=640)
     parser.add_argument("--draft-every", type=int, default=500)
-    parser.add_argument("--anchors", type=int, default=24)
+    parser.add_argument("--anchors", type=int, default=32)
     parser.add_argument("--distinct", type=float, default=0.6, help="least share of distinct 8-grams of a continuation")
-    parser.add_argument("--compile", action="store_true", help="torch.compile the gated delta rule of the target")
     args = parser.parse_args()
     if args.smoke:
         args.corpus_mb, args.batch, args.target_steps, args.sequences, args.generate_batch = 3, 4, 6, 64, 32
@@ -296,32 +324,27 @@ def main() -> None:
     (args.out / "corpus.tsv").write_text(manifest(sources))
     texts = [source.text for source in sources]
     cut = len(texts) // 50 + 1
-    tokenizer = train_tokenizer(texts[cut : cut + 4000], target)
+    if args.target:
+        shutil.copytree(args.target, target, dirs_exist_ok=True)
+        tokenizer = Tokenizer.from_file(str(target / "tokenizer.json"))
+    else:
+        tokenizer = train_tokenizer(texts[cut : cut + 4000], target)
     end = tokenizer.token_to_id(END)
     held, held_begins = encode(tokenizer, texts[:cut], end)
     ids, begins = encode(tokenizer, texts[cut:], end)
     say(f"corpus {len(sources)} files, {sum(map(len, texts)) / 1e6:.1f} MB, {len(ids) / 1e6:.2f}M training tokens")
 
-    config = Qwen3_5TextConfig(
-        vocab_size=VOCAB, hidden_size=256, intermediate_size=args.target_inner, num_hidden_layers=8, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=64, linear_num_key_heads=4, linear_num_value_heads=8, linear_key_head_dim=32,
-        linear_value_head_dim=32, tie_word_embeddings=True, max_position_embeddings=4096, eos_token_id=end, pad_token_id=end, bos_token_id=None,
-    )
-    model = Qwen3_5ForCausalLM(config).to(device)
-    say(f"target {sum(p.numel() for p in model.parameters()) / 1e6:.2f}M parameters, layers {config.layer_types}")
-    if args.compile:
-        import transformers.models.qwen3_5.modeling_qwen3_5 as module
+    if args.target:
+        model = Qwen3_5ForCausalLM.from_pretrained(target, dtype=torch.bfloat16).to(device).eval()
+    else:
+        model = make_target(ids, held, args, device, end)
+        model.save_pretrained(target)
 
-        module.torch_chunk_gated_delta_rule = torch.compile(module.torch_chunk_gated_delta_rule.__wrapped__)
-    train_target(model, ids, held, args, device)
-    model = model.to(torch.bfloat16).eval()
-    model.save_pretrained(target)
-
-    held_rows = regenerate(model, held, held_begins, 32 if args.smoke else 256, args, device, end)
-    for row in held_rows[:4]:
-        say("held-out continuation:\n" + tokenizer.decode(row[args.prompt :].tolist()))
-    data = regenerate(model, ids, begins, args.sequences, args, device, end)
-    train_drafter(model, data, held_rows, args, device, end)
+    held_out = regenerate(model, held, held_begins, 32 if args.smoke else 512, args, device, end)
+    for row, length in zip(held_out[0][:4], held_out[1][:4].tolist(), strict=True):
+        say("held-out continuation:\n" + tokenizer.decode(row[length:].tolist()))
+    made = regenerate(model, ids, begins, args.sequences, args, device, end)
+    train_drafter(model, made, held_out, args, device, end)
     (args.out / "training.log").write_text("\n".join(LOG) + "\n")
     shutil.rmtree(args.out / "target" / "__pycache__", ignore_errors=True)
     say("done")
