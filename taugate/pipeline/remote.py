@@ -33,7 +33,10 @@ class RemotePackage:
         return [self.host.remote_python, "-m", f"taugate.{module}", *args]
 
     def env(self) -> Mapping[str, str]:
-        return {**OFFLINE, "PYTHONPATH": self.path}
+        """Environment of our processes there. Caches and temporary files of the libraries stay in work_dir, too."""
+        work = self.host.work_dir
+        caches = {"TMPDIR": "tmp", "TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor", "HF_HOME": "hf"}
+        return {**OFFLINE, **{name: f"{work}/{part}" for name, part in caches.items()}, "PYTHONPATH": self.path}
 
     def run(self, module: str, *args: str, deadline: float, what: str) -> dict[str, Any]:
         """Run a module that needs no GPU, and return the JSON object of its last line.
@@ -79,7 +82,7 @@ def install(host: Host, scratch: Path) -> RemotePackage:
     scratch.mkdir(parents=True, exist_ok=True)
     local = scratch / f"taugate-{digest[:16]}.zip"
     local.write_bytes(_zip(sources))
-    host.transport.run(["mkdir", "-p", host.work_dir], deadline=30).check(f"creating work_dir {host.work_dir}")
+    host.transport.run(["mkdir", "-p", f"{host.work_dir}/tmp"], deadline=30).check(f"creating work_dir {host.work_dir}")
     there = host.transport.run(["sha256sum", remote], deadline=60)
     if there.rc != 0 or there.stdout.split()[:1] != [sha256_file(local)]:
         host.transport.put(local, remote)
