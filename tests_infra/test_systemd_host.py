@@ -14,6 +14,7 @@ import pytest
 
 from fixtures.testhost import host as testhost
 from fixtures.testhost.host import SERVICE, SystemdHost, serving_pids
+from fixtures.testhost.namespaces import impossible
 from fixtures.testhost.needed import need_host
 from taugate.errors import DeadlineError, HostError
 from taugate.host.host import connect
@@ -107,7 +108,7 @@ def test_a_runner_that_is_killed_takes_its_host_along(tmp_path):
 
 def test_who_is_not_root_gets_one_sentence(monkeypatch, tmp_path):
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    testhost.impossible.cache_clear()
+    impossible.cache_clear()
     try:
         with pytest.raises(HostError, match="^the systemd test host needs root .*use the embedded host$"):
             SystemdHost(tmp_path / "h").start()
@@ -118,7 +119,7 @@ def test_who_is_not_root_gets_one_sentence(monkeypatch, tmp_path):
         with pytest.raises(pytest.skip.Exception, match="needs root"):
             need_host()
     finally:
-        testhost.impossible.cache_clear()
+        impossible.cache_clear()
 
 
 def test_a_host_that_does_not_boot_is_an_error_not_a_wait(tmp_path, monkeypatch):

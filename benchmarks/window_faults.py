@@ -1,0 +1,63 @@
+"""The fault matrix of the window, on hosts with a real systemd and a real sshd. Needs root on Linux.
+
+    python -m benchmarks.window_faults [--jobs 3] [--only TEXT] [--core]
+
+A table with one row per fault, then one JSON line: rows, restored, alarmed, violations, worst_restore_s.
+Exit 1 on a violation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from fixtures.testhost.matrix import Row, perform  # noqa: E402
+from fixtures.testhost.rootfs import rootfs  # noqa: E402
+from fixtures.testhost.scenarios_host import scenarios  # noqa: E402
+
+
+def line(row: Row) -> str:
+    began = "" if row.restore_s is None else f"{row.restore_s:.1f}"
+    foreign = "alive" if row.foreign_alive else "KILLED"
+    verdict = f"  VIOLATION: {row.violation}" if row.violation else ""
+    return f"{row.name:<52} {row.outcome:<9} {row.downtime_s:>8.1f} {began:>8} {foreign:>7}{verdict}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="window_faults", description=__doc__.splitlines()[0])
+    parser.add_argument("--jobs", type=int, default=3, help="hosts at once")
+    parser.add_argument("--only", default="", help="rows with this text in their name")
+    parser.add_argument("--core", action="store_true", help="only the rows that CI runs")
+    given = parser.parse_args()
+    rootfs()
+    chosen = [one for one in scenarios() if given.only in one.name and (one.core or not given.core)]
+    print(f"{'fault':<52} {'server':<9} {'down s':>8} {'began s':>8} {'foreign':>7}", flush=True)
+    rows: list[Row] = []
+    with (
+        tempfile.TemporaryDirectory(prefix="taugate-faults-") as folder,
+        ThreadPoolExecutor(given.jobs) as pool,
+    ):
+        futures = [pool.submit(perform, one, Path(folder) / str(n)) for n, one in enumerate(chosen)]
+        for future in futures:
+            rows.append(future.result())
+            print(line(rows[-1]), flush=True)
+    began = [row.restore_s for row in rows if row.restore_s is not None]
+    summary = {
+        "rows": len(rows),
+        "restored": sum(row.outcome == "restored" for row in rows),
+        "alarmed": sum(row.outcome == "alarmed" for row in rows),
+        "violations": sum(bool(row.violation) for row in rows),
+        "worst_restore_s": round(max(began), 2) if began else None,
+    }
+    print(json.dumps(summary))
+    return 1 if summary["violations"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
