@@ -7,14 +7,16 @@ Unlike the public code it runs many anchors of a sequence at once: their context
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.nn import functional
 
-from taugate.drafter.checkpoint import DrafterConfig, expected_shapes, read_config, weight_files
+from taugate.drafter.checkpoint import DrafterConfig, read_config, read_tensors
+from taugate.drafter.dflash2 import CandidateSelector, GroupedConv
+from taugate.drafter.rope import Rope, Turn, rotate
 from taugate.errors import CheckpointError
 
 KeyValue = tuple[Tensor, Tensor]
@@ -34,16 +36,6 @@ class RMSNorm(nn.Module):
         return self.weight * wide.to(x.dtype)
 
 
-def rotate(x: Tensor, positions: Tensor, theta: float) -> Tensor:
-    """Rotary embedding (Su et al. 2021, half-split layout) of `x` [..., T, D] at absolute `positions` [..., T]."""
-    half = x.shape[-1] // 2
-    inverse = theta ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
-    angle = positions[..., None].float() * inverse
-    cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
-    first, second = x[..., :half], x[..., half:]
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
-
-
 class Attention(nn.Module):
     def __init__(self, config: DrafterConfig, index: int) -> None:
         super().__init__()
@@ -54,22 +46,21 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(config.num_heads * dim, hidden, bias=False)
         self.q_norm = RMSNorm(dim, config.rms_norm_eps)
         self.k_norm = RMSNorm(dim, config.rms_norm_eps)
-        self.dim, self.theta, self.groups = dim, config.rope_theta, config.num_heads // config.num_kv_heads
+        self.dim, self.groups = dim, config.num_heads // config.num_kv_heads
         self.causal, self.window = config.causal(index), config.window(index)
 
-    def key_value(self, x: Tensor, positions: Tensor) -> KeyValue:
+    def key_value(self, x: Tensor, turn: Turn) -> KeyValue:
         """Keys (normed, rotated) and values, each [..., kv heads, T, D], of `x` [..., T, H]."""
         key = self.k_norm(self.k_proj(x).unflatten(-1, (-1, self.dim))).transpose(-2, -3)
         value = self.v_proj(x).unflatten(-1, (-1, self.dim)).transpose(-2, -3)
-        return rotate(key, positions[..., None, :], self.theta), value
+        return rotate(key, turn), value
 
-    def forward(self, x: Tensor, context: KeyValue, anchors: Tensor, sizes: Tensor) -> Tensor:
+    def forward(self, x: Tensor, turn: Turn, context: KeyValue, anchors: Tensor, sizes: Tensor) -> Tensor:
         """Attention of block slots `x` [N, A, B, H] over the context before their anchor and over their own block."""
         slots = torch.arange(x.shape[2], device=x.device)
-        positions = anchors[..., None] + slots
         query = self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.dim))).transpose(-2, -3)
-        query = rotate(query, positions[..., None, :], self.theta).unflatten(2, (-1, self.groups))
-        key, value = self.key_value(x, positions)  # [N, A, kv, B, D]; query is [N, A, kv, group, B, D]
+        query = rotate(query, turn).unflatten(2, (-1, self.groups))
+        key, value = self.key_value(x, turn)  # [N, A, kv, B, D]; query is [N, A, kv, group, B, D]
         far = torch.einsum("nakgbd,nksd->nakgbs", query, context[0])
         near = torch.einsum("nakgbd,nakcd->nakgbc", query, key)
         far_ok, near_ok = self._visible(context[0].shape[-2], anchors, sizes, slots)
@@ -111,29 +102,55 @@ class Layer(nn.Module):
                 "down_proj": nn.Linear(inner, hidden, bias=False),
             }
         )
+        self.attention_conv = GroupedConv(hidden, config.dflash2) if config.dflash2 else None
+        self.mlp_conv = GroupedConv(hidden, config.dflash2) if config.dflash2 else None
 
-    def forward(self, x: Tensor, context: KeyValue, anchors: Tensor, sizes: Tensor) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), context, anchors, sizes)
-        h = self.post_attention_layernorm(x)
-        return x + self.mlp["down_proj"](functional.silu(self.mlp["gate_proj"](h)) * self.mlp["up_proj"](h))
+    def forward(self, x: Tensor, turn: Turn, context: KeyValue, anchors: Tensor, sizes: Tensor) -> Tensor:
+        def attend(h: Tensor) -> Tensor:
+            return self.self_attn(h, turn, context, anchors, sizes)
+
+        x = x + _between(self.attention_conv, self.input_layernorm(x), attend)
+        return x + _between(self.mlp_conv, self.post_attention_layernorm(x), self._mlp)
+
+    def _mlp(self, h: Tensor) -> Tensor:
+        return self.mlp["down_proj"](functional.silu(self.mlp["gate_proj"](h)) * self.mlp["up_proj"](h))
+
+
+def _between(conv: GroupedConv | None, h: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
+    """A sublayer between the two convolutions of DFlash 2, whose kernels both come from what enters; or alone."""
+    if conv is None:
+        return sublayer(h)
+    kernels = conv.kernels(h)
+    return conv.convolve(sublayer(conv.convolve(h, kernels, 0)), kernels, 1)
 
 
 class Drafter(nn.Module):
-    """DFlash drafter. It holds no embedding and no head: both are the target's, handed in as tensors."""
+    """DFlash drafter. Embedding and head are the target's, handed in as tensors; only a pruned head is its own."""
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
         self.config = config
+        self.rope = Rope(config)
         self.fc = nn.Linear(len(config.target_layer_ids) * config.hidden_size, config.hidden_size, bias=False)
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.layers = nn.ModuleList(Layer(config, index) for index in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        if config.dflash2:
+            self.candidate_selector = CandidateSelector(config.hidden_size, config.vocab_size, config.dflash2)
+        if config.draft_vocab_size:
+            self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
+            # Draft token i is target token i + d2t[i].
+            self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
 
     def context(self, taps: Tensor) -> list[KeyValue]:
         """Context keys and values per layer from `taps` [N, S, K·H]: the tapped states of positions 0…S-1."""
+        if taps.shape[-1] != self.fc.in_features:
+            raise CheckpointError(
+                f"taps are {taps.shape[-1]} wide, expected {self.fc.in_features} for {self.config.target_layer_ids}"
+            )
         features = self.hidden_norm(self.fc(taps))
-        positions = torch.arange(taps.shape[1], device=taps.device)
-        return [layer.self_attn.key_value(features, positions) for layer in self.layers]
+        turn = self.rope(torch.arange(taps.shape[1], device=taps.device), taps.dtype)
+        return [layer.self_attn.key_value(features, turn) for layer in self.layers]
 
     def forward(
         self, context: list[KeyValue], tokens: Tensor, anchors: Tensor, sizes: Tensor, embedding: Tensor
@@ -145,40 +162,55 @@ class Drafter(nn.Module):
         sizes   [N, A] int64: slots the block really has, anchor included (smaller near the length cap)
         embedding [V, H]: the target's input embedding
         """
+        self._check("embedding", embedding)
         block = tokens.new_full((*tokens.shape, self.config.block_size), self.config.mask_token_id)
         block[..., 0] = tokens
         x = functional.embedding(block, embedding) * self.config.input_embedding_scale
+        turn = self.rope(
+            (anchors[..., None] + torch.arange(x.shape[2], device=x.device))[..., None, :], x.dtype
+        )
         for layer, keys in zip(self.layers, context, strict=True):
-            x = layer(x, keys, anchors, sizes)
+            x = layer(x, turn, keys, anchors, sizes)
         return self.norm(x)
 
     def logits(self, hidden: Tensor, head: Tensor) -> Tensor:
-        """Vocabulary logits [..., V] of `hidden` [..., H] through the target's `head` [V, H]."""
-        out = functional.linear(hidden, head) * self.config.output_multiplier
+        """Vocabulary logits [..., V] of `hidden` [..., H] through the target's `head` [V, H], or the drafter's own."""
+        self._check("head", head)
+        pruned = self.config.draft_vocab_size is not None
+        out = (
+            functional.linear(hidden, self.lm_head.weight if pruned else head) * self.config.output_multiplier
+        )
         cap = self.config.final_logit_softcapping
-        return out if cap is None else torch.tanh(out / cap) * cap
+        out = out if cap is None else torch.tanh(out / cap) * cap
+        if not pruned:
+            return out
+        whole = out.new_full((*out.shape[:-1], len(head)), float("-inf"))
+        return whole.index_copy_(-1, torch.arange(len(self.d2t), device=out.device) + self.d2t, out)
+
+    def propose(self, hidden: Tensor, logits: Tensor, tokens: Tensor) -> Tensor:
+        """The block [R, L] that a greedy drafter proposes after the known tokens [R], from slots 1…L."""
+        return self.candidate_selector(hidden, logits, tokens) if self.config.dflash2 else logits.argmax(-1)
+
+    def _check(self, what: str, table: Tensor) -> None:
+        wanted = (self.config.vocab_size, self.config.hidden_size)
+        if tuple(table.shape) != wanted:
+            raise CheckpointError(
+                f"the target's {what} has shape {list(table.shape)}, the drafter expects {list(wanted)}"
+            )
 
 
 def load_drafter(directory: Path, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Drafter:
     """Load a drafter from safetensors. Raises CheckpointError for missing, extra or misshapen tensors, by name."""
     config = read_config(directory)
-    expected, found = expected_shapes(config), {}
-    for path in weight_files(directory):
-        try:
-            with safe_open(path, framework="pt") as stream:
-                found.update({name: stream.get_tensor(name) for name in stream.keys()})  # noqa: SIM118
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{path} cannot be read as safetensors ({error}); copy the checkpoint again") from None
-    for name in sorted(expected.keys() - found.keys()):
-        raise CheckpointError(f"drafter {directory} lacks tensor {name}, expected with shape {list(expected[name])}")
-    for name in sorted(found.keys() - expected.keys()):
-        raise CheckpointError(f"drafter {directory} holds tensor {name}, which no part of a DFlash drafter takes")
-    for name, shape in expected.items():
-        if tuple(found[name].shape) != shape:
-            raise CheckpointError(
-                f"drafter {directory}: tensor {name} has shape {list(found[name].shape)}, its config expects {list(shape)}"
-            )
+    tensors = read_tensors(directory, config)
     with torch.device("meta"):
         drafter = Drafter(config)
-    drafter.load_state_dict(found, assign=True)
+    drafter.load_state_dict(tensors, assign=True)
+    if (
+        config.draft_vocab_size
+        and not (ids := drafter.d2t + torch.arange(len(drafter.d2t))).lt(config.vocab_size).all()
+    ):
+        raise CheckpointError(
+            f"drafter {directory}: d2t leads to token {int(ids.max())}, expected below {config.vocab_size}"
+        )
     return drafter.to(device=device, dtype=dtype).eval().requires_grad_(False)

@@ -1,51 +1,119 @@
 """The draft tree of DDTree: best-first over the slot marginals (Ringel & Romano, arXiv 2604.12989, algorithm 1).
 
 A drafter's pass gives one distribution per slot. A node at depth d is a choice of one token for each of the slots
-1…d; its score is the sum of their log-probabilities. The N best nodes (root excluded) form a prefix-closed tree.
-Trees are nested: the tree of N nodes is the first N of the pop order, whatever N is. So a true continuation is
-accepted to the depth at which its own node is popped within the budget, and no target forward is needed.
+1…d, written as the tuple of those tokens' ranks; its score is the sum of their log-probabilities. The heap of the
+published implementation pops nodes by descending score, equal scores by ascending rank tuple, and the tree of N
+nodes (root excluded) is the first N pops. So trees are nested, and a true continuation is accepted to the depth at
+which its own prefix is popped within N. No heap is needed for that: the pop number of a node is one more than the
+number of nodes that precede it, and those are counted, level by level, for many trees at once.
+
+Scores are integers (log-probabilities in units of 2^-32), so that sums are exact and ties are ties.
 """
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+Array = np.ndarray[Any, Any]
+
+UNIT = 2.0**-32
+_LOWEST = 2**43  # of one slot, in units: a log-probability of -2048, below anything a softmax tells apart
+_ROW = 2**44  # distance of two rows' keys in one sorted array
+_ABSENT = 1 - _ROW  # score in a slot that a cut block does not have; no node reaches it
 
 
-def pop_order(logprobs: Sequence[Sequence[float]], budget: int) -> list[tuple[int, ...]]:
-    """The first `budget` nodes in pop order, each as its ranks per depth.
+def scores(logprobs: Array, slots: Array | None = None) -> Array:
+    """Integer scores [R, L, K] of log-probabilities [R, L, K] (float64, descending along K).
 
-    logprobs: per slot, log-probabilities sorted in descending order, `min(budget, V)` of them. Equal scores are
-    popped in the order of their rank tuples, as the published implementation does.
+    slots [R]: how many of the L slots each row's block really drafts; the others hold no nodes.
     """
-    if not logprobs or budget < 1:
-        return []
-    heap = [(-logprobs[0][0], (0,))]
-    order: list[tuple[int, ...]] = []
-    while heap and len(order) < budget:
-        score, ranks = heapq.heappop(heap)
-        order.append(ranks)
-        depth, rank = len(ranks), ranks[-1]
-        slot = logprobs[depth - 1]
-        if rank + 1 < len(slot):
-            heapq.heappush(heap, (score + slot[rank] - slot[rank + 1], (*ranks[:-1], rank + 1)))
-        if depth < len(logprobs):
-            heapq.heappush(heap, (score - logprobs[depth][0], (*ranks, 0)))
-    return order
+    out = np.rint(np.maximum(logprobs, -_LOWEST * UNIT) / UNIT).astype(np.int64)
+    if slots is not None:
+        out[np.arange(out.shape[1]) >= slots[:, None]] = _ABSENT
+    return out
 
 
-def accepted_depths(logprobs: Sequence[Sequence[float]], path: Sequence[int], budgets: Sequence[int]) -> list[int]:
-    """How deep the true path lies in the tree of each budget.
+def pop_numbers(score: Array, path: Array, limit: int) -> Array:
+    """Pop number (1, 2, …) of every prefix of a path in its row's tree, `limit` + 1 where it exceeds `limit`.
 
-    path: rank of the true token in each slot, cut where the truth ends (a rank beyond the given log-probabilities
-    can be in no tree of these budgets). Returns one depth, 0…len(path), per budget.
+    score [R, L, K]: see `scores`; K ≥ min(limit, V), at most 2^18 rows.
+    path  [R, L]: rank of the true token in each slot, negative from where the truth ends.
+    Returns int64 [R, L]; it ascends along L, because a prefix is popped before what it is a prefix of.
     """
-    order = pop_order(logprobs, max(budgets))
-    popped = {ranks: number for number, ranks in enumerate(order)}
-    arrival = []
-    for depth in range(1, len(path) + 1):
-        number = popped.get(tuple(path[:depth]))
-        if number is None:
+    width = score.shape[2]
+    ranks = np.where((path < 0) | (path >= width), limit, path)
+    own = np.take_along_axis(score, np.minimum(ranks, width - 1)[..., None], 2)[..., 0].cumsum(1)
+    # Every node whose ranks are nowhere larger precedes it: Σ_k Π_{i≤k} (rank_i + 1) nodes, itself included.
+    below = (ranks + 1.0).cumprod(1).cumsum(1) <= limit
+    row, depth = np.nonzero(np.logical_and.accumulate(below, axis=1) & (ranks < width))
+    out = np.full(path.shape, limit + 1, dtype=np.int64)
+    out[row, depth] = np.minimum(_preceding(score, path, row, depth, own[row, depth], limit), limit) + 1
+    return out
+
+
+def _preceding(score: Array, path: Array, row: Array, depth: Array, goal: Array, limit: int) -> Array:
+    """For each (row, depth): nodes popped before that prefix of the row's path; anything > limit once it exceeds it.
+
+    The frontier holds the preceding nodes of one level, all trees in one flat array. What precedes is closed under
+    taking prefixes, so the next level's are among its children, and as ranks descend in score, they are the first
+    few children of each. `order` compares a node's ranks with the path's: -1 before, 0 a prefix of it, 1 after.
+    """
+    count = np.zeros(len(row), dtype=np.int64)
+    item, total, order = (
+        np.arange(len(row)),
+        np.zeros(len(row), dtype=np.int64),
+        np.zeros(len(row), dtype=np.int8),
+    )
+    offset = np.arange(score.shape[0], dtype=np.int64)[:, None] * _ROW
+    for level in range(score.shape[1]):
+        where = row[item]
+        keys = (offset - score[:, level]).ravel()
+        # Children with total + score > goal; for a node that wins ties, ≥ goal.
+        reach = np.minimum(total - goal[item] + (order < 0), _ROW - 1)
+        children = np.searchsorted(keys, where * _ROW + reach) - where * score.shape[2]
+        on = np.flatnonzero(order == 0)  # still a prefix of the path, which the path's own next token extends
+        if len(on):
+            own = path[where[on], level]
+            children[on] = np.where(depth[item[on]] == level, own, np.maximum(children[on], own + 1))
+        count += np.bincount(item, children, len(count)).astype(np.int64)
+        keep = (children > 0) & (count[item] <= limit)
+        if level + 1 == score.shape[1] or not keep.any():
             break
-        arrival.append(number)
-    return [sum(number < budget for number in arrival) for budget in budgets]
+        item, total, order, children = item[keep], total[keep], order[keep], children[keep]
+        parent = np.repeat(np.arange(len(item)), children)
+        rank = np.arange(len(parent)) - np.repeat(children.cumsum() - children, children)
+        item, order, where = item[parent], order[parent], row[item[parent]]
+        total = total[parent] + score[where, level, rank]
+        order = np.where(order == 0, np.sign(rank - path[where, level]), order).astype(np.int8)
+    return count
+
+
+def expected_depth(logprobs: Array, budgets: list[int], slots: Array | None = None) -> Array:
+    """Σ q(u) over the nodes u of each budget's tree: the accepted depth that the drafter itself predicts.
+
+    logprobs: see `scores`; a drafter whose marginals were the truth would have τ = 1 + this. Returns [R, budgets].
+    """
+    limit = max(budgets)
+    # Of the sums of two descending lists, the best `limit` are at (i, j) with (i+1)(j+1) ≤ limit.
+    pairs = np.array([(i, j) for i in range(limit) for j in range(limit // (i + 1))])
+    last = np.zeros((len(logprobs), 1))
+    levels = []
+    for level in range(logprobs.shape[1]):
+        here = logprobs[:, level]
+        usable = pairs[(pairs[:, 0] < last.shape[1]) & (pairs[:, 1] < here.shape[1])]
+        last = best(last[:, usable[:, 0]] + here[:, usable[:, 1]], limit)
+        if slots is not None:
+            last = np.where((level < slots)[:, None], last, -np.inf)
+        levels.append(last)
+    chance = np.exp(best(np.concatenate(levels, 1), limit)).cumsum(1)
+    return chance[:, np.minimum(np.array(budgets), chance.shape[1]) - 1]
+
+
+def best(values: Array, count: int) -> Array:
+    """The `count` largest along the last axis (or all, if fewer), descending."""
+    size = values.shape[-1]
+    if count < size:
+        values = np.partition(values, size - count, axis=-1)[..., size - count :]
+    return np.sort(values, axis=-1)[..., ::-1]

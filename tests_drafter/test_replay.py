@@ -1,0 +1,140 @@
+"""Walk and table mode give the same cycles, and both give those of drafting one block at a time."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from taugate.drafter.replay import Verifier, anchor_table, walk, walk_together
+from taugate.drafter.tree import scores
+from taugate.errors import EvidenceError
+
+from . import oracles, tiny
+
+MIXED = ("sliding_attention", "full_attention")
+VERIFIERS = [
+    Verifier.parse(name) for name in ("chain", "ddtree-3", "ddtree-8", "ddtree-40", "topk-2", "topk-8")
+]
+KINDS = {
+    "full": tiny.raw_config(),
+    "mixed": tiny.raw_config(MIXED),
+    "dflash2": tiny.raw_config(MIXED, is_causal=False, nested=tiny.DFLASH2),
+}
+
+
+def made(kind, seed, lengths, ends):
+    """A drafter, its target's tables, and texts of several lengths with their states."""
+    model = tiny.drafter(KINDS[kind], seed)
+    embedding, head = tiny.tables(model.config, seed)
+    generator, items = torch.Generator().manual_seed(seed), []
+    for prompt, end in zip(lengths, ends, strict=True):
+        taps = torch.randn(prompt + 24, 2 * tiny.HIDDEN, generator=generator)
+        items.append((tiny.text(model, prompt, 24, taps, embedding, head, generator, end), taps))
+    return model, embedding, head, items
+
+
+@settings(deadline=None, derandomize=True, max_examples=12, phases=[Phase.generate])
+@given(st.sampled_from(sorted(KINDS)), st.integers(0, 99), st.data())
+def test_walk_and_table_give_the_cycles_of_single_blocks(kind, seed, data):
+    lengths = data.draw(st.lists(st.integers(1, 30), min_size=1, max_size=4))
+    ends = [data.draw(st.none() | st.integers(0, 30)) for _ in lengths]
+    model, embedding, head, items = made(kind, seed, lengths, ends)
+    batch = data.draw(st.integers(1, 5))
+    tables = [anchor_table(model, s, taps, embedding, head, VERIFIERS, batch) for s, taps in items]
+    for verifier in VERIFIERS:
+        together = list(walk_together(model, iter(items), embedding, head, verifier, batch))
+        assert [sequence for sequence, _ in together] == [sequence for sequence, _ in items]
+        assert [cycles for _, cycles in together] == [walk(table, verifier.name) for table in tables]
+    for table, (sequence, taps) in zip(tables, items, strict=True):
+        wanted = tiny.slow_chain(model, sequence, taps, embedding, head)
+        assert [cycle.emitted for cycle in walk(table, "chain")] == wanted
+        assert sum(wanted) == len(sequence.token_ids) - sequence.prompt_length - 1
+
+
+@pytest.mark.parametrize("kind", ["full", "mixed"])
+def test_every_anchor_is_judged_as_brute_force_judges_it(kind):
+    model, embedding, head, items = made(kind, 5, [9, 20], [None, 17])
+    seen = set()
+    for sequence, taps in items:
+        table = anchor_table(model, sequence, taps, embedding, head, VERIFIERS, 7)
+        for row, anchor in enumerate(sequence.anchors()):
+            size = sequence.block_size(anchor, model.config.block_size)
+            logits, drafted = tiny.draft(model, sequence.token_ids, taps, anchor, size, embedding, head)
+            truth = sequence.token_ids[anchor + 1 : anchor + size]
+            order = logits.sort(dim=-1, descending=True, stable=True).indices.tolist()
+            ranks = [slot.index(token) for slot, token in zip(order, truth, strict=False)]
+            heap = oracles.heap_order(
+                scores(np.sort(logits.double().log_softmax(-1).numpy())[None, :, ::-1])[0], 60
+            )
+            for verifier in VERIFIERS:
+                wanted = {
+                    "chain": lambda n: next((d for d, r in enumerate(ranks) if r), len(ranks)),
+                    "topk": lambda n: next((d for d, r in enumerate(ranks) if r >= n), len(ranks)),
+                    "ddtree": lambda n: oracles.depth_in(heap[:n], ranks),
+                }[verifier.kind](verifier.size)
+                assert table.accepted[verifier.name][row] == wanted, (anchor, verifier.name)
+            seen.add(table.accepted["chain"][row])
+            # The oracle ordering of the design holds at every anchor.
+            depth = {name: table.accepted[name][row] for name in table.accepted}
+            assert depth["ddtree-3"] <= depth["ddtree-8"] <= depth["ddtree-40"]
+            assert (
+                depth["topk-8"] >= depth["ddtree-8"] and depth["topk-8"] >= depth["topk-2"] >= depth["chain"]
+            )
+            assert depth["chain"] <= table.depth("ddtree-1024", anchor), (
+                "a tree that wide holds the whole chain here"
+            )
+    assert {0, 5} <= seen and len(seen) >= 5, "runs of every kind were meant to occur"
+
+
+def test_any_budget_can_be_read_from_one_table():
+    model, embedding, head, items = made("full", 5, [9], [None])
+    ((sequence, taps),) = items
+    one = anchor_table(model, sequence, taps, embedding, head, [Verifier.parse("ddtree-1")])
+    names = [f"ddtree-{n}" for n in (2, 5, 13, 100, 1024)]
+    all_of_them = anchor_table(model, sequence, taps, embedding, head, [Verifier.parse(n) for n in names])
+    for name in names:
+        assert walk(one, name) == walk(all_of_them, name)
+    with pytest.raises(EvidenceError, match="made without topk-3"):
+        walk(one, "topk-3")
+
+
+def test_memory_is_bounded_by_the_batch_not_by_the_prompts():
+    model, embedding, head, items = made("full", 1, [5] * 7, [None] * 7)
+    alive = []
+
+    def stream():
+        for number, item in enumerate(items):
+            alive.append(number)
+            yield item
+
+    walked = walk_together(model, stream(), embedding, head, VERIFIERS[0], prompts_per_batch=2)
+    next(walked)
+    assert len(alive) == 2, "states are read only for the batch at work"
+    assert len(list(walked)) == 6
+
+
+def test_a_sequence_that_the_prefill_ended_has_no_cycle():
+    model, embedding, head, items = made("full", 1, [5, 5], [0, 3])
+    (sequence, taps), other = items
+    short = type(sequence)("short", sequence.token_ids[:6], 5, sequence.cap)
+    walked = dict(
+        (s.prompt_id, cycles)
+        for s, cycles in walk_together(model, [(short, taps), other], embedding, head, VERIFIERS[0])
+    )
+    assert walked["short"] == [] and walked["text"]
+
+
+@pytest.mark.parametrize("name", ["tree-8", "ddtree-0", "topk", "ddtree-1025"])
+def test_an_unknown_verifier_is_refused(name):
+    with pytest.raises(EvidenceError, match=name):
+        Verifier.parse(name)
+
+
+def test_damaged_logits_are_an_error_and_no_number():
+    model, embedding, head, items = made("full", 1, [5], [None])
+    ((sequence, taps),) = items
+    with pytest.raises(EvidenceError, match="not finite"):
+        anchor_table(model, sequence, taps * float("nan"), embedding, head, VERIFIERS)
