@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import dataclass
 
 import pytest
@@ -35,23 +34,15 @@ LAYOUTS = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def public(request):
-    """`dflash.model`, with the timer that needs a GPU replaced by one that does not."""
-    try:
-        module = importlib.import_module("dflash.model")
-    except ImportError as error:
-        pytest.fail(f"run make parity: the public package dflash 0.1.0 cannot be imported ({error})", pytrace=False)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_cuda_time", lambda: 0.0)
-        yield module
-
-
 def public_drafter(public, raw, ours):
     """The public model with the weights of ours."""
     from transformers import Qwen3Config
 
-    given = {key: value for key, value in raw.items() if key not in ("architectures", "model_type") and value is not None}
+    given = {
+        key: value
+        for key, value in raw.items()
+        if key not in ("architectures", "model_type") and value is not None
+    }
     config = Qwen3Config(**given)
     kind = public.DFlash2DraftModel if ours.config.dflash2 else public.DFlashDraftModel
     theirs = kind(config).eval()
@@ -76,7 +67,9 @@ def test_logits(public, kind, context):
             block[0, 0] = known[0, column]
             scale = ours.config.input_embedding_scale
             noise, positions = embedding[block] * scale, torch.arange(anchor + size)[None]
-            wanted = theirs(target_hidden=taps[:, :anchor], noise_embedding=noise, position_ids=positions)[:, 1:]
+            wanted = theirs(target_hidden=taps[:, :anchor], noise_embedding=noise, position_ids=positions)[
+                :, 1:
+            ]
             wanted_logits = theirs.compute_logits(wanted, lambda h: h @ head.T)
             mine = hidden[:, column, 1:size]
             logits = ours.logits(mine, head)
@@ -102,7 +95,9 @@ class Pair:
 def states(target, tokens: list[int], taps) -> Tensor:
     """Tapped states of a whole text in one forward, as a capture does it."""
     with torch.inference_mode():
-        hidden = target.model(torch.tensor([tokens]), output_hidden_states=True, use_cache=False).hidden_states
+        hidden = target.model(
+            torch.tensor([tokens]), output_hidden_states=True, use_cache=False
+        ).hidden_states
     return torch.cat([hidden[tap + 1] for tap in taps], -1)[0]
 
 
@@ -113,14 +108,22 @@ def compare(public, pair: Pair) -> list[int]:
     items, wanted = [], []
     for number, prompt in enumerate(pair.prompts):
         ran = public.dflash_generate(
-            theirs, pair.target, torch.tensor([prompt]), pair.new, [pair.end] if pair.end is not None else None, return_stats=True
+            theirs,
+            pair.target,
+            torch.tensor([prompt]),
+            pair.new,
+            [pair.end] if pair.end is not None else None,
+            return_stats=True,
         )
         tokens = tuple(ran.output_ids[0].tolist())
         sequence = CachedSequence(str(number), tokens, len(prompt), len(prompt) + pair.new)
         items.append((sequence, states(pair.target, list(tokens), pair.drafter.config.target_layer_ids)))
         wanted.append(ran.acceptance_lengths)
     chain = Verifier.parse("chain")
-    found = [[c.emitted for c in cycles] for _, cycles in walk_together(pair.drafter, iter(items), embedding, head, chain)]
+    found = [
+        [c.emitted for c in cycles]
+        for _, cycles in walk_together(pair.drafter, iter(items), embedding, head, chain)
+    ]
     assert found == wanted
     for (sequence, taps), lengths in list(zip(items, wanted, strict=True))[::5]:
         table = anchor_table(pair.drafter, sequence, taps, embedding, head, [chain])
@@ -139,7 +142,10 @@ def random_pair(raw, seed) -> Pair:
     )  # fmt: skip
     target = Qwen3ForCausalLM(config).eval().requires_grad_(False)
     generator = torch.Generator().manual_seed(seed)
-    prompts = [torch.randint(0, 39, (int(n),), generator=generator).tolist() for n in torch.randint(3, 30, (6,), generator=generator)]
+    prompts = [
+        torch.randint(0, 39, (int(n),), generator=generator).tolist()
+        for n in torch.randint(3, 30, (6,), generator=generator)
+    ]
     return Pair(target, tiny.drafter(raw, seed), raw, prompts, 20, 7)
 
 
@@ -152,7 +158,10 @@ def test_acceptance_lengths_of_random_pairs(public, kind):
 @pytest.fixture(scope="module")
 def overfitted() -> Pair:
     """A drafter that has learnt its target's own continuations for a moment, so that runs of every length occur."""
-    pair = random_pair(tiny.raw_config([FULL] * 2, block=6, nested={"mask_token_id": 39, "target_layer_ids": [1, 3, 4]}), seed=4)
+    pair = random_pair(
+        tiny.raw_config([FULL] * 2, block=6, nested={"mask_token_id": 39, "target_layer_ids": [1, 3, 4]}),
+        seed=4,
+    )
     target, drafter = pair.target, pair.drafter
     generator = torch.Generator().manual_seed(9)
     prompts = torch.randint(0, 39, (24, 6), generator=generator)
@@ -160,14 +169,25 @@ def overfitted() -> Pair:
     with torch.no_grad():
         for _ in range(26):
             tokens = torch.cat([tokens, target(tokens, use_cache=False).logits[:, -1:].argmax(-1)], 1)
-        taps = torch.stack([states(target, row, drafter.config.target_layer_ids).clone() for row in tokens.tolist()])
-    embedding, head = target.get_input_embeddings().weight.detach().clone(), target.lm_head.weight.detach().clone()
+        taps = torch.stack(
+            [states(target, row, drafter.config.target_layer_ids).clone() for row in tokens.tolist()]
+        )
+    embedding, head = (
+        target.get_input_embeddings().weight.detach().clone(),
+        target.lm_head.weight.detach().clone(),
+    )
     optimizer = torch.optim.Adam(drafter.requires_grad_(True).parameters(), lr=5e-3)
     for _ in range(150):
         rows = torch.randint(0, 24, (12,), generator=generator)
         anchors = torch.randint(6, 27, (12, 4), generator=generator)
         where = anchors[..., None] + torch.arange(1, 6)
-        hidden = drafter(drafter.context(taps[rows]), tokens[rows].gather(1, anchors), anchors, torch.full_like(anchors, 6), embedding)
+        hidden = drafter(
+            drafter.context(taps[rows]),
+            tokens[rows].gather(1, anchors),
+            anchors,
+            torch.full_like(anchors, 6),
+            embedding,
+        )
         logits = drafter.logits(hidden[:, :, 1:], head)
         label = tokens[rows].gather(1, where.clamp(max=31).flatten(1)).view_as(where)
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 2), label.flatten(), reduction="none")

@@ -21,6 +21,20 @@ Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True)
+class Drafts:
+    """R blocks of L drafted slots.
+
+    logits [R, L, V] fp32, on any device; judging overwrites them. truth [R, L]: true tokens, -1 past the end of the text
+    slots [R]: how many of the L slots were drafted. proposal [R, L]: what DFlash 2's selector chose; else the argmax.
+    """
+
+    logits: Tensor
+    truth: Array
+    slots: Array
+    proposal: Tensor | None = None
+
+
+@dataclass(frozen=True)
 class Judged:
     """accepted: by verifier, depth [R]; arrivals [R, L]: pop numbers (see AnchorTable); predicted: by tree, [R]."""
 
@@ -34,20 +48,10 @@ def prefix(ok: Array) -> Array:
     return np.logical_and.accumulate(ok, axis=1).sum(1)
 
 
-def judge(
-    logits: Tensor,
-    drafted: Tensor,
-    truth: Array,
-    slots: Array,
-    verifiers: Sequence[Verifier],
-    predict: bool = False,
-) -> Judged:
-    """Judge R blocks of L slots.
-
-    logits [R, L, V] fp32: of each slot, overwritten here; drafted [R, L]: the block that the drafter proposes
-    truth [R, L]: true tokens, -1 past the end of the text; slots [R]: how many of the L slots were drafted
-    """
-    truth = np.where(np.arange(truth.shape[1]) < slots[:, None], truth, -1)
+def judge(drafts: Drafts, verifiers: Sequence[Verifier], predict: bool = False) -> Judged:
+    """Judge every block by every verifier. Raises EvidenceError for logits that are not finite."""
+    logits, slots = drafts.logits, drafts.slots
+    truth = np.where(np.arange(drafts.truth.shape[1]) < slots[:, None], drafts.truth, -1)
     trees = [v for v in verifiers if v.kind == "ddtree"]
     widths = [LARGEST_TREE] * bool(trees) + [v.size for v in verifiers if v.kind == "topk"]
     ranks = pops = None
@@ -55,6 +59,8 @@ def judge(
     if widths:
         top = _top(logits, min(max(widths), logits.shape[-1]))
         ranks = _ranks(logits, top, truth)
+    elif drafts.proposal is None:
+        ranks = np.where(logits.argmax(-1).cpu().numpy() == truth, 0, 1)
     if trees:
         # The logits are not needed any more, and exponentials in place save a pass over memory.
         peak = top[..., :1].copy()
@@ -71,7 +77,8 @@ def judge(
     accepted = {}
     for verifier in verifiers:
         if verifier.kind == "chain":
-            accepted[verifier.name] = prefix(drafted.cpu().numpy() == truth)
+            right = ranks == 0 if drafts.proposal is None else drafts.proposal.cpu().numpy() == truth
+            accepted[verifier.name] = prefix(right)
         elif verifier.kind == "topk":
             accepted[verifier.name] = prefix((ranks >= 0) & (ranks < verifier.size))
         else:
@@ -100,3 +107,24 @@ def _ranks(logits: Tensor, top: Array, truth: Array) -> Array:
         better[tie] += int((logits[r, s, : int(truth[r, s])] == float(own[r, s])).sum())
     ranks[row, slot] = np.minimum(better, width)
     return ranks
+
+
+def overlaps(
+    drafts: Drafts, anchors: Sequence[int], final_hidden: Tensor, head: Tensor, temperature: float
+) -> list[tuple[float, ...]]:
+    """Σ min(p, q) of each slot that has a truth: the chance that rejection sampling keeps a token sampled there.
+
+    p comes from the target's state one position earlier (`final_hidden` [S, H]), given the cached text before it; q
+    from the drafter, both at `temperature`, top-p and top-k off. Raises EvidenceError for DFlash 2, whose q depends on
+    what it sampled before.
+    """
+    if drafts.proposal is not None:
+        raise EvidenceError("Σ min(p, q) is not defined per slot for a DFlash 2 drafter: its selector samples along a path")
+    out = []
+    for row, anchor in enumerate(anchors):
+        count = int((drafts.truth[row] >= 0).sum())
+        before = final_hidden[anchor : anchor + count].to(head)
+        p = ((before @ head.T).float() / temperature).softmax(-1)
+        q = (drafts.logits[row, :count] / temperature).softmax(-1)
+        out.append(tuple(torch.minimum(p, q).sum(-1).tolist()))
+    return out

@@ -17,7 +17,7 @@ from taugate.drafter.cached import AnchorTable, CachedSequence, Cycle, Verifier,
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from taugate.drafter.judge import Judged
+    from taugate.drafter.judge import Drafts, Judged
     from taugate.drafter.model import Drafter, KeyValue
 
 __all__ = ["AnchorTable", "CachedSequence", "Cycle", "Verifier", "anchor_table", "walk", "walk_together"]
@@ -32,33 +32,37 @@ def anchor_table(
     verifiers: Sequence[Verifier],
     anchors_per_batch: int = 64,
     predict: bool = False,
+    final_hidden: Tensor | None = None,
+    temperature: float = 1.0,
 ) -> AnchorTable:
     """Draft at every anchor of `sequence` and judge each block against the cached text.
 
     taps: [S, K·H] tapped states of all positions, concatenated in the drafter's order; embedding, head: [V, H].
     predict: also note what the drafter itself expects of each tree. Memory is bounded by `anchors_per_batch`.
+    final_hidden: [S, H] target states after the final norm: with them, acceptance Σ min(p, q) at `temperature` too.
     """
     import torch
 
+    from taugate.drafter.judge import judge, overlaps
+
     parts: list[Judged] = []
+    overlap: list[tuple[float, ...]] = []
     with torch.inference_mode():
         context = drafter.context(taps[None])
         for first in range(0, len(sequence.anchors()), anchors_per_batch):
             anchors = list(sequence.anchors()[first : first + anchors_per_batch])
-            where = [(sequence, anchor) for anchor in anchors]
-            parts.append(
-                _cycle(drafter, context, where, torch.tensor([anchors]), embedding, head, verifiers, predict)
-            )
+            drafts = _draft(drafter, context, [(sequence, a) for a in anchors], torch.tensor([anchors]), embedding, head)
+            if final_hidden is not None:
+                overlap += overlaps(drafts, anchors, final_hidden, head, temperature)
+            parts.append(judge(drafts, verifiers, predict))
     accepted = {v.name: tuple(d for part in parts for d in part.accepted[v.name].tolist()) for v in verifiers}
-    arrivals = tuple(
-        tuple(row) for part in parts if part.arrivals is not None for row in part.arrivals.tolist()
-    )
+    arrivals = tuple(tuple(row) for part in parts if part.arrivals is not None for row in part.arrivals.tolist())
     predicted = {
         v.name: tuple(q for part in parts for q in part.predicted[v.name].tolist())
         for v in verifiers
         if predict and v.kind == "ddtree"
     }
-    return AnchorTable(sequence, accepted, arrivals, predicted)
+    return AnchorTable(sequence, accepted, arrivals, predicted, tuple(overlap))
 
 
 def walk_together(
@@ -91,6 +95,8 @@ def _advance(
     """Chains of one batch: each step drafts one block for every sequence that has not ended."""
     import torch
 
+    from taugate.drafter.judge import judge
+
     cycles: list[list[Cycle]] = [[] for _ in sequences]
     place = [sequence.prompt_length for sequence in sequences]
     live = [n for n, sequence in enumerate(sequences) if place[n] < sequence.last]
@@ -101,9 +107,8 @@ def _advance(
         while live:
             anchors = torch.tensor([[place[n]] for n in live])
             where = [(sequences[n], place[n]) for n in live]
-            found = _cycle(drafter, context, where, anchors, embedding, head, [verifier], False).accepted[
-                verifier.name
-            ]
+            drafts = _draft(drafter, context, where, anchors, embedding, head)
+            found = judge(drafts, [verifier]).accepted[verifier.name]
             for n, accepted in zip(live, found.tolist(), strict=True):
                 emitted = min(accepted + 1, sequences[n].last - place[n])
                 cycles[n].append(Cycle(place[n], emitted, accepted))
@@ -116,34 +121,29 @@ def _advance(
     return cycles
 
 
-def _cycle(
+def _draft(
     drafter: Drafter,
     context: list[KeyValue],
     where: Sequence[tuple[CachedSequence, int]],
     anchors: Tensor,
     embedding: Tensor,
     head: Tensor,
-    verifiers: Sequence[Verifier],
-    predict: bool,
-) -> Judged:
-    """Draft one block at each place and judge it; `anchors` [N, A] are the places of `where`, in order."""
+) -> Drafts:
+    """Draft one block at each place; `anchors` [N, A] are the places of `where`, in order."""
     import numpy as np
     import torch
 
-    from taugate.drafter.judge import judge
+    from taugate.drafter.judge import Drafts
 
-    full, device = drafter.config.block_size, embedding.device
+    full, device, shape = drafter.config.block_size, embedding.device, anchors.shape
     sizes = torch.tensor([sequence.block_size(anchor, full) for sequence, anchor in where])
-    tokens = torch.tensor([sequence.token_ids[anchor] for sequence, anchor in where])
+    tokens = torch.tensor([sequence.token_ids[anchor] for sequence, anchor in where]).to(device)
     truth = np.full((len(where), full - 1), -1)
     for row, (sequence, anchor) in enumerate(where):
         tail = sequence.truth(anchor, full)
         truth[row, : len(tail)] = tail
-    shape = anchors.shape
-    hidden = drafter(
-        context, tokens.view(shape).to(device), anchors.to(device), sizes.view(shape).to(device), embedding
-    )
+    hidden = drafter(context, tokens.view(shape), anchors.to(device), sizes.view(shape).to(device), embedding)
     hidden = hidden.flatten(0, 1)[:, 1:]
     logits = drafter.logits(hidden, head).float()
-    drafted = drafter.propose(hidden, logits, tokens.to(device))
-    return judge(logits, drafted, truth, sizes.numpy() - 1, verifiers, predict)
+    proposal = drafter.propose(hidden, logits, tokens) if drafter.config.dflash2 else None
+    return Drafts(logits, truth, sizes.numpy() - 1, proposal)

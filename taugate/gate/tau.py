@@ -15,15 +15,10 @@ from typing import Any
 
 from taugate.drafter.replay import AnchorTable, Verifier, walk
 from taugate.errors import EvidenceError
+from taugate.gate.interval import Bootstrap, detectable, interval, resample
+from taugate.gate.profile import Profile, profile
 
-
-@dataclass(frozen=True)
-class Bootstrap:
-    """How intervals are drawn. draws: resamples; tail: share outside on each side; seed: of the generator."""
-
-    draws: int = 2000
-    tail: float = 0.05
-    seed: int = 0
+__all__ = ["Bootstrap", "Measurement", "PromptTau", "detectable_difference", "interval", "measure", "paired_interval"]
 
 
 @dataclass(frozen=True)
@@ -53,6 +48,8 @@ class Measurement:
     cycles: int
     prompts: int
     per_prompt: tuple[PromptTau, ...]
+    profile: Profile | None = None
+    detectable: float | None = None
 
     def record(self) -> dict[str, Any]:
         return {"type": "measurement", **asdict(self)}
@@ -89,19 +86,9 @@ def measure(
         cycles=cycles,
         prompts=len(per_prompt),
         per_prompt=tuple(per_prompt),
+        profile=profile(tables, verifier.name, block_size),
+        detectable=detectable([p.tokens for p in per_prompt], [p.cycles for p in per_prompt], bootstrap),
     )
-
-
-def interval(
-    tokens: Sequence[int], cycles: Sequence[int], block_size: int, bootstrap: Bootstrap
-) -> tuple[float, float]:
-    """Percentile interval of Σtokens / Σcycles over resampled prompts.
-
-    One prompt says nothing about others, so its interval is everything that τ can be: 1…block size.
-    """
-    if len(tokens) < 2:
-        return 1.0, float(block_size)
-    return _resample((tokens, cycles), lambda t, c: t / c, bootstrap)
 
 
 def paired_interval(candidate: Measurement, reference: Measurement, bootstrap: Bootstrap) -> tuple[float, float, float]:
@@ -109,37 +96,27 @@ def paired_interval(candidate: Measurement, reference: Measurement, bootstrap: B
 
     Raises EvidenceError unless both were measured on the same prompts.
     """
+    columns = _paired(candidate, reference)
+    difference = candidate.tau - reference.tau
+    if len(columns[0]) < 2:
+        return difference, 1.0 - reference.block_size, candidate.block_size - 1.0
+    return difference, *resample(columns, lambda t, c, s, d: t / c - s / d, bootstrap)
+
+
+def detectable_difference(candidate: Measurement, reference: Measurement, bootstrap: Bootstrap) -> float | None:
+    """The smallest true paired difference that these prompts show 4 times in 5; None below two prompts."""
+    tokens, cycles, *theirs = _paired(candidate, reference)
+    return detectable(tokens, cycles, bootstrap, (theirs[0], theirs[1]))
+
+
+def _paired(candidate: Measurement, reference: Measurement) -> tuple[list[int], ...]:
+    """Tokens and cycles of both, prompt by prompt."""
     ours = {p.prompt_id: p for p in candidate.per_prompt}
     theirs = {p.prompt_id: p for p in reference.per_prompt}
     if ours.keys() != theirs.keys():
         raise EvidenceError("candidate and reference were measured on different prompts, so they cannot be paired")
     ids = sorted(ours)
-    columns = (
+    return (
         [ours[i].tokens for i in ids], [ours[i].cycles for i in ids],
         [theirs[i].tokens for i in ids], [theirs[i].cycles for i in ids],
     )  # fmt: skip
-    difference = candidate.tau - reference.tau
-    if len(ids) < 2:
-        return difference, 1.0 - reference.block_size, candidate.block_size - 1.0
-    return difference, *_resample(columns, lambda t, c, s, d: t / c - s / d, bootstrap)
-
-
-def _resample(columns: Sequence[Sequence[int]], statistic: Any, how: Bootstrap) -> tuple[float, float]:
-    """Percentile bootstrap of a statistic of column sums, resampling rows (prompts) together."""
-    import numpy as np
-    from scipy.stats import bootstrap
-
-    def of_sums(*samples: Any, axis: int = -1) -> Any:
-        return statistic(*(sample.sum(axis=axis) for sample in samples))
-
-    drawn = bootstrap(
-        tuple(np.asarray(column, dtype=float) for column in columns),
-        of_sums,
-        paired=True,
-        vectorized=True,
-        n_resamples=how.draws,
-        confidence_level=1 - 2 * how.tail,
-        method="percentile",
-        rng=np.random.default_rng(how.seed),
-    ).confidence_interval
-    return float(drawn.low), float(drawn.high)

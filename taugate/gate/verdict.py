@@ -6,9 +6,10 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from taugate.gate.fidelity import Fidelity
-from taugate.gate.tau import Bootstrap, Measurement, paired_interval
+from taugate.gate.tau import Bootstrap, Measurement, detectable_difference, paired_interval
 
 Outcome = Literal["pass", "fail", "inconclusive"]
+SUSPICIOUS_CYCLES = 30  # fewer full blocks in a row may be luck on easy text
 
 
 @dataclass(frozen=True)
@@ -26,9 +27,11 @@ class Verdict:
 
 
 def threshold_verdict(m: Measurement, min_tau: float, min_prompts: int) -> Verdict:
-    """pass: low ≥ threshold. fail: high < threshold. Else, and below `min_prompts` prompts, inconclusive."""
+    """pass: low ≥ threshold. fail: high < threshold, or an implausible τ. Else, and below `min_prompts`, inconclusive."""
     seen = f"τ({m.verifier}) of {m.drafter} is {m.tau:.3f} [{m.low:.3f}, {m.high:.3f}] over {m.prompts} prompts"
     wanted = f"min_tau is {min_tau:g}"
+    if why := implausible(m):
+        return Verdict(f"{m.drafter} {m.verifier} min_tau", "fail", f"{seen}; {why}", m.drafter, m.drafter_sha256)
     if m.prompts < min_prompts:
         outcome, why = "inconclusive", f"{wanted}, and fewer than min_prompts = {min_prompts} prompts decide nothing"
     elif m.low >= min_tau:
@@ -36,8 +39,24 @@ def threshold_verdict(m: Measurement, min_tau: float, min_prompts: int) -> Verdi
     elif m.high < min_tau:
         outcome, why = "fail", f"{wanted}: even the high end is below it"
     else:
-        outcome, why = "inconclusive", f"{wanted} lies inside the interval; measure more prompts"
+        outcome, why = "inconclusive", f"{wanted} lies inside the interval; {_more(m.detectable)}"
     return Verdict(f"{m.drafter} {m.verifier} min_tau", outcome, f"{seen}; {why}", m.drafter, m.drafter_sha256)
+
+
+def implausible(m: Measurement) -> str | None:
+    """Why a τ cannot be believed however well it is measured, or None. topk is an upper bound, so it may be perfect."""
+    seen = m.profile
+    if m.verifier.startswith("topk") or seen is None or seen.full < seen.whole or seen.whole < SUSPICIOUS_CYCLES:
+        return None
+    return (
+        f"every one of {seen.whole} whole cycles emitted a full block of {m.block_size}, which no drafter does on held-out "
+        "text: a state reaches its own slot, or these prompts were trained on"
+    )
+
+
+def _more(smallest: float | None) -> str:
+    seen = f" ({smallest:.3f} is the smallest difference that these would show 4 times in 5)" if smallest else ""
+    return f"measure more prompts{seen}"
 
 
 def reference_verdict(m: Measurement, reference: Measurement, margin: float, min_prompts: int, bootstrap: Bootstrap) -> Verdict:
@@ -55,7 +74,8 @@ def reference_verdict(m: Measurement, reference: Measurement, margin: float, min
     elif high < -margin:
         outcome, why = "fail", f"{wanted}: even the high end loses more"
     else:
-        outcome, why = "inconclusive", f"{wanted} lies inside the interval; measure more prompts"
+        outcome = "inconclusive"
+        why = f"{wanted} lies inside the interval; {_more(detectable_difference(m, reference, bootstrap))}"
     return Verdict(f"{m.drafter} {m.verifier} against reference", outcome, f"{seen}; {why}", m.drafter, m.drafter_sha256)
 
 
