@@ -12,9 +12,10 @@ from fixtures.embedded.launch import EmbeddedHost, HostInfo
 from fixtures.host import PAIR, _settings
 from taugate.config import resolve
 from taugate.config_schema import GateConfig
-from taugate.host.host import Host, connect
+from taugate.host.host import connect
+from taugate.pipeline.dataset import Dataset
 from taugate.pipeline.evaluate import read_drafters
-from taugate.pipeline.states import Acquisition
+from taugate.pipeline.states import acquire
 
 ROOT = Path(__file__).resolve().parent.parent
 GATE = ("tests_infra/test_window.py", "tests_drafter/test_tau.py")
@@ -34,12 +35,12 @@ def configured(store: Path, *settings: str) -> GateConfig:
     return resolve(ROOT, {"store.path": str(store), "completions.limit": "3", **cli}, {}).value
 
 
-def acquire(config: GateConfig, info: HostInfo, told: list[str], records: list[dict]) -> tuple[Host, Acquisition]:
-    """What the gate's fixtures do up to the point where a window might open."""
+def acquired(config: GateConfig, info: HostInfo, armed: bool = True) -> Dataset:
+    """What the gate's fixtures do, without pytest: connect, survey, and open a window if one is needed."""
     candidates, reference = read_drafters(config)
     drafters = [judged.config for judged in [*candidates, *([reference] if reference else [])]]
-    host = connect(_settings(config.host, info))
-    return host, Acquisition(host, config, drafters, told.append, records.append)
+    with connect(_settings(config.host, info)) as host:
+        return acquire(host, config, drafters, lambda text: None, lambda record: None, armed=armed)
 
 
 def gate_command(host: EmbeddedHost, store: Path, *args: str, tests: Sequence[str] = GATE) -> list[str]:
@@ -47,8 +48,21 @@ def gate_command(host: EmbeddedHost, store: Path, *args: str, tests: Sequence[st
     settings = [f"host.attach={host.directory}", f"store.path={store}", f"report.dir={store / 'reports'}"]
     settings += ["completions.limit=3", "completions.max_new_tokens=16"]
     sets = [part for setting in settings for part in ("--set", setting)]
-    return [sys.executable, "-m", "pytest", "-m", "gpu_window", "-p", "no:cacheprovider", *sets, *args, *tests]
+    return [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-m",
+        "gpu_window",
+        "-p",
+        "no:cacheprovider",
+        *sets,
+        *args,
+        *tests,
+    ]
 
 
 def run_gate(host: EmbeddedHost, store: Path, *args: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(gate_command(host, store, *args), cwd=ROOT, capture_output=True, text=True, timeout=180, check=False)
+    return subprocess.run(
+        gate_command(host, store, *args), cwd=ROOT, capture_output=True, text=True, timeout=180, check=False
+    )

@@ -8,7 +8,7 @@ import subprocess
 import pytest
 
 from taugate.errors import CheckpointError, HostError, HostKeyError, PreflightError, StoreError
-from tests_infra.gatehost import ROOT, acquire, configured, run_gate, stub_host
+from tests_infra.gatehost import ROOT, acquired, configured, run_gate, stub_host
 
 
 @pytest.fixture(scope="module")
@@ -30,9 +30,7 @@ def untouched(embedded):
 def refused(embedded, tmp_path, *settings, error):
     """The sentence with which the gate refuses this configuration."""
     with pytest.raises(error) as caught:
-        host, acquisition = acquire(configured(tmp_path / "store", *settings), embedded.info, [], [])
-        with host:
-            acquisition.dataset(armed=True)
+        acquired(configured(tmp_path / "store", *settings), embedded.info)
     sentence = str(caught.value)
     assert "\n" not in sentence
     return sentence
@@ -101,9 +99,9 @@ class TestOneSentenceEach:
         assert "the server was not touched" in sentence and "budget 10 s" in sentence
 
     def test_missing_states_without_permission_to_open_a_window(self, embedded, tmp_path):
-        host, acquisition = acquire(configured(tmp_path / "store"), embedded.info, [], [])
-        with host, pytest.raises(StoreError, match=r"3 of 3 states are not in .* first is key .*pytest -m gpu_window"):
-            acquisition.dataset(armed=False)
+        sentence = r"3 of 3 states are not in .* first is key .*pytest -m gpu_window"
+        with pytest.raises(StoreError, match=sentence):
+            acquired(configured(tmp_path / "store"), embedded.info, armed=False)
 
 
 @pytest.mark.usefixtures("untouched")
@@ -111,7 +109,10 @@ def test_a_refusal_is_exit_1_and_one_sentence_without_traceback(embedded, tmp_pa
     done = run_gate(embedded, tmp_path / "store", "--set", "host.service=nothing.service")
     assert done.returncode == 1
     assert "nothing.service is not-found" in done.stdout
-    assert "Traceback" not in done.stdout and ".py:" not in done.stdout.split("short test summary")[0].split("= ERRORS =")[1]
+    assert (
+        "Traceback" not in done.stdout
+        and ".py:" not in done.stdout.split("short test summary")[0].split("= ERRORS =")[1]
+    )
 
 
 @pytest.mark.usefixtures("untouched")

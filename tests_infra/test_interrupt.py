@@ -27,7 +27,10 @@ def test_the_host_serves_again_and_exit_is_2(tmp_path, name, phase):
         assert host.show()["InvocationID"] != before, "it was really stopped in between"
         assert host.request("/ready")[0] == 200
         assert host.systemctl("is-active", "taugate-window.timer").returncode != 0, "the dead-man is disarmed"
-        assert host.systemctl("list-units", "--all", "--plain", "--no-legend", "taugate-job-*.service").stdout.strip() == ""
+        assert (
+            host.systemctl("list-units", "--all", "--plain", "--no-legend", "taugate-job-*.service").stdout.strip()
+            == ""
+        )
         assert "restored" in rest
     suite = ElementTree.parse(junit).getroot().find("testsuite")
     assert suite is not None and suite.get("errors") == "1", "an interrupted run never looks like a pass"

@@ -15,13 +15,15 @@ from tests_infra.gatehost import ROOT, gate_command, stub_host
 SPY = """
 import os, sys
 LOG = {log!r}
+CHANGES = "os.mkdir os.remove os.rmdir os.truncate os.chmod os.chown os.symlink os.link os.rename".split()
 def hook(event, args):
     path = None
     if event == "open" and isinstance(args[0], (str, bytes, os.PathLike)):
         mode, flags = args[1], args[2]
-        if (isinstance(mode, str) and set(mode) & set("wax+")) or (isinstance(flags, int) and flags & (os.O_WRONLY | os.O_RDWR)):
+        writes = isinstance(flags, int) and flags & (os.O_WRONLY | os.O_RDWR)
+        if writes or (isinstance(mode, str) and set(mode) & set("wax+")):
             path = args[0]
-    elif event in ("os.mkdir", "os.remove", "os.rmdir", "os.truncate", "os.chmod", "os.chown", "os.symlink", "os.link", "os.rename"):
+    elif event in CHANGES:
         path = args[1] if event in ("os.rename", "os.link", "os.symlink") else args[0]
     if path is not None and not isinstance(path, int):
         fd = os.open(LOG, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644) if os.fsdecode(path) != LOG else None
@@ -37,9 +39,7 @@ def spying_python(directory: Path, python: str, log: Path) -> Path:
     directory.mkdir()
     (directory / "sitecustomize.py").write_text(SPY.format(log=str(log)))
     wrapper = directory / "python"
-    wrapper.write_text(
-        f'#!/bin/sh\nPYTHONPATH="{directory}${{PYTHONPATH:+:$PYTHONPATH}}" exec {python} "$@"\n'
-    )
+    wrapper.write_text(f'#!/bin/sh\nPYTHONPATH="{directory}${{PYTHONPATH:+:$PYTHONPATH}}" exec {python} "$@"\n')
     wrapper.chmod(0o755)
     return wrapper
 
@@ -64,7 +64,9 @@ def run(tmp_path_factory):
         python = spying_python(tmp / "spy", host.info.remote_python, log)
         command = gate_command(host, tmp / "store", "--set", f"host.remote_python={python}")
         command[1:3] = [str(ROOT / "tests_infra" / "scopespy.py"), str(contacted)]
-        done = subprocess.run([sys.executable, *command[1:]], cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
+        done = subprocess.run(
+            [sys.executable, *command[1:]], cwd=ROOT, capture_output=True, text=True, timeout=200, check=False
+        )
         after = contents(host.directory, own)
         yield {
             "info": host.info,

@@ -75,7 +75,11 @@ def test_damage_is_an_error_that_names_the_file(store, tmp_path, damage):
 
 
 @settings(max_examples=40, deadline=None)
-@given(field=st.sampled_from(["weights_sha256", "tokenizer_sha256", "dtype", "kernel_path", "device", "capture_code_sha256"]))
+@given(
+    field=st.sampled_from(
+        ["weights_sha256", "tokenizer_sha256", "dtype", "kernel_path", "device", "capture_code_sha256"]
+    )
+)
 def test_everything_that_decides_the_numbers_is_in_the_key(field):
     from dataclasses import replace
 
@@ -85,7 +89,10 @@ def test_everything_that_decides_the_numbers_is_in_the_key(field):
 
 
 @settings(max_examples=60, deadline=None)
-@given(ids=st.lists(st.integers(0, 4095), min_size=1, max_size=20), other=st.lists(st.integers(0, 4095), min_size=1, max_size=20))
+@given(
+    ids=st.lists(st.integers(0, 4095), min_size=1, max_size=20),
+    other=st.lists(st.integers(0, 4095), min_size=1, max_size=20),
+)
 def test_different_tokens_have_different_keys(ids, other):
     assert (IDENTITY.key(ids) == IDENTITY.key(other)) == (ids == other)
 

@@ -56,7 +56,15 @@ def test_tap_is_the_raw_output_of_its_layer(captured, reported, evidence):
     assert torch.equal(captured["final_hidden"], states[8].bfloat16())
     apart = relative_error(captured["tap.7"], states[8])
     assert apart > 0.1, "the last layer's tap must not be the normed state"
-    evidence.add({"type": "agreement", "level": "capture", "what": "taps against hidden_states", "layers": 8, "error": 0.0})
+    evidence.add(
+        {
+            "type": "agreement",
+            "level": "capture",
+            "what": "taps against hidden_states",
+            "layers": 8,
+            "error": 0.0,
+        }
+    )
 
 
 @numerics(level="capture")
@@ -156,7 +164,14 @@ def test_states_of_the_host_are_complete_and_agree(dataset, gate_config, judges,
     if gate_config.host.kind == "embedded":
         worst = _worst_against_here(dataset, taps, names, relative_error)
         assert in_roundings(worst) < 0.5, "the same code on the same processor may differ by no rounding that shows"
-    evidence.add({"type": "agreement", "level": "host capture", "sequences": len(dataset.sequences), "worst_f": in_roundings(worst)})
+    evidence.add(
+        {
+            "type": "agreement",
+            "level": "host capture",
+            "sequences": len(dataset.sequences),
+            "worst_f": in_roundings(worst),
+        }
+    )
 
 
 def _worst_against_here(dataset, taps, names, relative_error) -> float:

@@ -117,15 +117,22 @@ def _sequence(
     output = answer["output_ids"]
     stopped = answer["finish_reason"] == "stop"
     if not output or len(output) > max_new_tokens:
-        raise HostError(f"the server gave {len(output)} tokens for prompt {prompt.id!r}; 1…{max_new_tokens} were asked for")
+        raise HostError(
+            f"the server gave {len(output)} tokens for prompt {prompt.id!r}; 1…{max_new_tokens} were asked for"
+        )
     if not stopped and len(output) != max_new_tokens:
         raise HostError(
             f"the server ended prompt {prompt.id!r} after {len(output)} tokens for {answer['finish_reason']!r}; "
             "neither the end-of-text token nor the cap, so its last cycle would be unknown"
         )
     if stopped and target.eos_token_ids and output[-1] not in target.eos_token_ids:
-        raise HostError(f"the server stopped prompt {prompt.id!r} at token {output[-1]}, which is no end-of-text token of the target")
+        raise HostError(
+            f"the server stopped prompt {prompt.id!r} at token {output[-1]}, "
+            "which is no end-of-text token of the target"
+        )
     outside = [token for token in output if not 0 <= token < target.vocab_size]
     if outside:
-        raise HostError(f"the server gave token {outside[0]} for prompt {prompt.id!r}; the vocabulary has {target.vocab_size}")
+        raise HostError(
+            f"the server gave token {outside[0]} for prompt {prompt.id!r}; the vocabulary has {target.vocab_size}"
+        )
     return CachedSequence(prompt.id, (*ids, *output), len(ids), len(ids) + max_new_tokens, prompt.tags)

@@ -13,7 +13,7 @@ from taugate.errors import ConfigError
 from taugate.gate.fidelity import Fidelity, on_policy
 from taugate.gate.tau import Bootstrap, Measurement, measure
 from taugate.gate.verdict import Verdict, reference_verdict, threshold_verdict
-from taugate.pipeline.states import Dataset
+from taugate.pipeline.dataset import Dataset
 from taugate.target.store import FINAL_HIDDEN, tap_name
 
 # Printed beside every gate, so that nobody mistakes one for another: the trees of 8 and 15 nodes, and the upper
@@ -50,7 +50,9 @@ def verifiers(config: GateConfig) -> list[Verifier]:
     return [Verifier.parse(name) for name in dict.fromkeys([*ALWAYS, *(rule.verifier for rule in config.gate)])]
 
 
-def replay(drafter: Judged, data: Dataset, names: Sequence[Verifier], say: Callable[[str], None] = lambda _: None) -> list[AnchorTable]:
+def replay(
+    drafter: Judged, data: Dataset, names: Sequence[Verifier], say: Callable[[str], None] = lambda _: None
+) -> list[AnchorTable]:
     """Tables of every sequence with at least one cycle, in the order of the prompts."""
     import torch
 
@@ -76,22 +78,33 @@ def fidelity(data: Dataset, noise: float) -> Fidelity:
     return on_policy(((s, data.states(s, [FINAL_HIDDEN])[FINAL_HIDDEN]) for s in data.sequences), head, noise)
 
 
-def measurements(drafter: Judged, tables: Sequence[AnchorTable], names: Sequence[Verifier], config: GateConfig) -> dict[str, Measurement]:
+def measurements(
+    drafter: Judged, tables: Sequence[AnchorTable], names: Sequence[Verifier], config: GateConfig
+) -> dict[str, Measurement]:
     """τ by verifier name."""
     how = bootstrap(config)
     return {v.name: measure(drafter.name, drafter.sha256, drafter.config.block_size, tables, v, how) for v in names}
 
 
-def judge(rule: GateRule, measured: dict[str, Measurement], reference: dict[str, Measurement] | None, config: GateConfig) -> list[Verdict]:
+def judge(
+    rule: GateRule,
+    measured: dict[str, Measurement],
+    reference: dict[str, Measurement] | None,
+    config: GateConfig,
+) -> list[Verdict]:
     """One verdict per threshold of a rule. Raises ConfigError if it compares with a reference that is not there."""
     prompts, verdicts = config.statistics.min_prompts, []
     if rule.min_tau is not None:
         verdicts.append(threshold_verdict(measured[rule.verifier], rule.min_tau, prompts))
     if rule.max_loss_to_reference is not None:
         if reference is None:
-            raise ConfigError("a gate has max_loss_to_reference, but drafters.reference is not set; name one with --reference")
+            raise ConfigError(
+                "a gate has max_loss_to_reference, but drafters.reference is not set; name one with --reference"
+            )
         margin = rule.max_loss_to_reference
-        verdicts.append(reference_verdict(measured[rule.verifier], reference[rule.verifier], margin, prompts, bootstrap(config)))
+        verdicts.append(
+            reference_verdict(measured[rule.verifier], reference[rule.verifier], margin, prompts, bootstrap(config))
+        )
     return verdicts
 
 

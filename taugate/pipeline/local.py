@@ -12,9 +12,9 @@ from filelock import FileLock
 
 from taugate.drafter.replay import CachedSequence
 from taugate.errors import StoreError
+from taugate.pipeline.dataset import Dataset
 from taugate.pipeline.prompts import Prompt, read_prompts
 from taugate.pipeline.remote import PACKAGE
-from taugate.pipeline.states import Dataset
 from taugate.target.capture import code_sha256, pick_device, run
 from taugate.target.checkpoint import read_target
 from taugate.target.head import write_bundle
@@ -60,7 +60,11 @@ def capture_here(
     """
     target = read_target(model_path)
     where = pick_device(device)
-    kept = ["torch", "transformers", *(["flash-linear-attention", "fla-core", "triton"] if kernel_path == "fla" else [])]
+    kept = [
+        "torch",
+        "transformers",
+        *(["flash-linear-attention", "fla-core", "triton"] if kernel_path == "fla" else []),
+    ]
     identity = StateIdentity(
         target=target.name,
         weights_sha256=target.weights_sha256,
@@ -86,7 +90,12 @@ def capture_here(
 
 
 def _produce(
-    model_path: Path, missing: Sequence[CachedSequence], data: Dataset, taps: list[int], device: str, say: Callable[[str], None]
+    model_path: Path,
+    missing: Sequence[CachedSequence],
+    data: Dataset,
+    taps: list[int],
+    device: str,
+    say: Callable[[str], None],
 ) -> None:
     spec = {
         "model_path": str(model_path),
@@ -103,7 +112,12 @@ def _produce(
         for sequence in missing:
             key = data.key(sequence)
             provenance = {"host": "this machine", "kernels": event["kernels"], "device": event["device"]}
-            data.store.adopt(key, Path(scratch) / f"{key}.safetensors", data.identity.fields(sequence.token_ids), provenance)
+            data.store.adopt(
+                key,
+                Path(scratch) / f"{key}.safetensors",
+                data.identity.fields(sequence.token_ids),
+                provenance,
+            )
 
 
 def _gpu_name() -> str:

@@ -53,7 +53,9 @@ def _prompt(raw: Any, where: str) -> Prompt:
         raise ConfigError(f"{where}: prompt {raw['id']!r} needs either `text` or `messages`")
     if text is not None and (not isinstance(text, str) or not text):
         raise ConfigError(f"{where}: `text` of prompt {raw['id']!r} must be non-empty text")
-    if messages is not None and not (isinstance(messages, list) and messages and all(isinstance(m, dict) for m in messages)):
+    if messages is not None and not (
+        isinstance(messages, list) and messages and all(isinstance(m, dict) for m in messages)
+    ):
         raise ConfigError(f"{where}: `messages` of prompt {raw['id']!r} must be a list of chat messages")
     tags = raw.get("tags") or []
     if not isinstance(tags, list) or not all(isinstance(tag, str) for tag in tags):

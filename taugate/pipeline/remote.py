@@ -35,8 +35,17 @@ class RemotePackage:
     def env(self) -> Mapping[str, str]:
         """Environment of our processes there. Caches and temporary files of the libraries stay in work_dir, too."""
         work = self.host.work_dir
-        caches = {"TMPDIR": "tmp", "TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor", "HF_HOME": "hf"}
-        return {**OFFLINE, **{name: f"{work}/{part}" for name, part in caches.items()}, "PYTHONPATH": self.path}
+        caches = {
+            "TMPDIR": "tmp",
+            "TRITON_CACHE_DIR": "triton",
+            "TORCHINDUCTOR_CACHE_DIR": "inductor",
+            "HF_HOME": "hf",
+        }
+        return {
+            **OFFLINE,
+            **{name: f"{work}/{part}" for name, part in caches.items()},
+            "PYTHONPATH": self.path,
+        }
 
     def run(self, module: str, *args: str, deadline: float, what: str) -> dict[str, Any]:
         """Run a module that needs no GPU, and return the JSON object of its last line.
@@ -51,7 +60,12 @@ class RemotePackage:
         return _json(last_line(done.stdout), what)
 
     def job(
-        self, window: Window, module: str, *args: str, deadline_s: float, on_event: Callable[[dict[str, Any]], None]
+        self,
+        window: Window,
+        module: str,
+        *args: str,
+        deadline_s: float,
+        on_event: Callable[[dict[str, Any]], None],
     ) -> dict[str, Any]:
         """Run a module as the window's GPU job; every JSON line goes to `on_event`, the last one is returned.
 

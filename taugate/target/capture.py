@@ -32,7 +32,7 @@ def code_sha256(package: Path) -> str:
 
 
 def pick_device(wanted: str) -> str:
-    """"auto" is a GPU if torch sees one, else the CPU."""
+    """ "auto" is a GPU if torch sees one, else the CPU."""
     import torch
 
     return wanted if wanted != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
@@ -44,7 +44,9 @@ class Capture:
     dtype: "bfloat16" or "float32", the precision of the forward; states are stored in bfloat16 either way.
     """
 
-    def __init__(self, model_path: str, path: str, dtype: str, device: str, taps: list[int], threads: int | None = None) -> None:
+    def __init__(
+        self, model_path: str, path: str, dtype: str, device: str, taps: list[int], threads: int | None = None
+    ) -> None:
         import torch
         from transformers import AutoModelForCausalLM
 
@@ -81,7 +83,9 @@ class Capture:
         states = {name: value.to("cpu", torch.bfloat16).contiguous() for name, value in kept.items()}
         for name, value in states.items():
             if not torch.isfinite(value).all():
-                raise CheckpointError(f"{name} of a sequence of {len(token_ids)} tokens is not finite; nothing was kept")
+                raise CheckpointError(
+                    f"{name} of a sequence of {len(token_ids)} tokens is not finite; nothing was kept"
+                )
         return states
 
 
@@ -96,7 +100,9 @@ def run(spec: dict[str, Any], out: Path) -> Iterator[dict[str, Any]]:
     yield {"event": "loading", "done": done, "of": len(spec["sequences"]), "device": device}
     evidence: dict[str, Any] = {}
     if todo:
-        capture = Capture(spec["model_path"], spec["kernel_path"], spec["dtype"], device, spec["taps"], spec.get("threads"))
+        capture = Capture(
+            spec["model_path"], spec["kernel_path"], spec["dtype"], device, spec["taps"], spec.get("threads")
+        )
         with kernel_path(spec["kernel_path"], capture.model_type, device) as ran:
             start = time.monotonic()
             for number, sequence in enumerate(todo, 1):

@@ -1,4 +1,4 @@
-"""A target checkpoint as the host sees it: what its config says and which content it has. Reads no weights into memory."""
+"""A target checkpoint as the host sees it: what its config says and which content it has. Holds no weights."""
 
 from __future__ import annotations
 

@@ -45,7 +45,10 @@ class KernelEvidence:
             raise KernelPathError(f"kernel_path is {self.path!r}, but {', '.join(wrong)} ran; nothing was kept")
         if self.hybrid and not rules:
             raise KernelPathError(f"kernel_path is {self.path!r}, but no gated delta rule was seen to run")
-        return {"path": self.path, "calls": {f"{name} <- {module}": n for (name, module), n in sorted(self.calls.items())}}
+        return {
+            "path": self.path,
+            "calls": {f"{name} <- {module}": n for (name, module), n in sorted(self.calls.items())},
+        }
 
 
 @contextmanager
@@ -62,11 +65,15 @@ def kernel_path(path: str, model_type: str, device: str) -> Iterator[KernelEvide
         yield evidence
         return
     if path == "fla" and device == "cpu":
-        raise KernelPathError('kernel_path "fla" needs a GPU, and the capture runs on a CPU; set capture.kernel_path = "torch"')
+        raise KernelPathError(
+            'kernel_path "fla" needs a GPU, and the capture runs on a CPU; set capture.kernel_path = "torch"'
+        )
     module = importlib.import_module(module_name)
     originals = {name: getattr(module, name) for name in (*DELTA_RULE, *CONVOLUTION) if hasattr(module, name)}
     if not set(DELTA_RULE) <= originals.keys():
-        raise KernelPathError(f"{module_name} has no {' or '.join(DELTA_RULE)}; transformers 5.17 to 5.24 are supported")
+        raise KernelPathError(
+            f"{module_name} has no {' or '.join(DELTA_RULE)}; transformers 5.17 to 5.24 are supported"
+        )
     try:
         for name, original in originals.items():
             setattr(module, name, _counted(name, _implementation(name, original, path), evidence))

@@ -1,6 +1,8 @@
-"""What the host's Python and the target's checkpoint are, asked before any window. Imports neither torch nor transformers.
+"""What the host's Python and the target's checkpoint are, asked before any window.
 
-    python -m taugate.target.probe --model-path DIR --memo FILE
+Imports neither torch nor transformers, which takes seconds.
+
+python -m taugate.target.probe --model-path DIR --memo FILE
 """
 
 from __future__ import annotations
@@ -18,7 +20,16 @@ from typing import Any
 from taugate.errors import TaugateError
 from taugate.target.checkpoint import read_target, tokenizer_files
 
-PACKAGES = ("torch", "transformers", "safetensors", "flash-linear-attention", "fla-core", "triton", "accelerate", "causal-conv1d")
+PACKAGES = (
+    "torch",
+    "transformers",
+    "safetensors",
+    "flash-linear-attention",
+    "fla-core",
+    "triton",
+    "accelerate",
+    "causal-conv1d",
+)
 # Beyond these a capture cannot run; kernel path "fla" also needs fla.
 NEEDED = ("torch", "transformers", "safetensors")
 

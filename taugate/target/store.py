@@ -103,7 +103,9 @@ class StateStore:
             "file": name,
             "generation": old.get("generation", 0) + 1 if old else 0,
             "sha256": sha256_file(path),
-            "tensors": {n: {"dtype": str(t.dtype).removeprefix("torch."), "shape": list(t.shape)} for n, t in tensors.items()},
+            "tensors": {
+                n: {"dtype": str(t.dtype).removeprefix("torch."), "shape": list(t.shape)} for n, t in tensors.items()
+            },
             "fields": dict(fields),
             "provenance": [*old.get("provenance", []), dict(provenance)],
         }
