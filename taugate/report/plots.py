@@ -1,0 +1,81 @@
+"""Plots of a run as SVG text. matplotlib is imported only when one is drawn."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+Record = Mapping[str, Any]
+_COLOURS = ("#1f6f8b", "#d1702f", "#5b8c3a", "#8a4f9e", "#8c8c8c")
+
+
+def tau_by_verifier(measurements: Sequence[Record], thresholds: Mapping[str, float]) -> str:
+    """τ with its interval for each drafter and verifier; thresholds as dashed lines where they apply."""
+    drafters = list(dict.fromkeys(m["drafter"] for m in measurements))
+    verifiers = list(dict.fromkeys(m["verifier"] for m in measurements))
+    figure, axes = _axes(7.2, 3.2)
+    for number, drafter in enumerate(drafters):
+        own = {m["verifier"]: m for m in measurements if m["drafter"] == drafter}
+        places = [verifiers.index(v) + (number - (len(drafters) - 1) / 2) * 0.16 for v in own]
+        errors = [[m["tau"] - m["low"] for m in own.values()], [m["high"] - m["tau"] for m in own.values()]]
+        taus = [m["tau"] for m in own.values()]
+        axes.errorbar(places, taus, yerr=errors, fmt="o", capsize=4, color=_colour(number), label=drafter)
+    for verifier, value in thresholds.items():
+        if verifier in verifiers:
+            place = verifiers.index(verifier)
+            axes.hlines(value, place - 0.4, place + 0.4, colors="#b00020", linestyles="dashed", label=f"min_tau {value:g}")
+    axes.set_xticks(range(len(verifiers)), verifiers)
+    axes.set_ylabel("τ, tokens per cycle")
+    axes.legend(fontsize=8)
+    return _svg(figure)
+
+
+def tau_by_prompt(candidate: Record, reference: Record) -> str:
+    """One point per prompt: τ of the reference against τ of the candidate; on the line they are equal."""
+    figure, axes = _axes(3.8, 3.6)
+    ours = {p["prompt_id"]: p["tokens"] / p["cycles"] for p in candidate["per_prompt"]}
+    theirs = {p["prompt_id"]: p["tokens"] / p["cycles"] for p in reference["per_prompt"]}
+    shared = sorted(ours.keys() & theirs.keys())
+    axes.scatter([theirs[i] for i in shared], [ours[i] for i in shared], s=14, color=_colour(0))
+    limit = max([*ours.values(), *theirs.values(), 2.0]) * 1.05
+    axes.plot([1, limit], [1, limit], color="#999999", linewidth=1)
+    axes.set_xlabel(f"τ of {reference['drafter']}")
+    axes.set_ylabel(f"τ of {candidate['drafter']}")
+    return _svg(figure)
+
+
+def acceptance_by_slot(measurements: Sequence[Record]) -> str:
+    """P(slot k is accepted | all slots before it were), for the chain of each drafter."""
+    figure, axes = _axes(4.6, 3.6)
+    for number, measurement in enumerate(measurements):
+        seen = measurement["profile"]
+        slots = [k for k, tried in enumerate(seen["tried"], 1) if tried]
+        rates = [seen["matched"][k - 1] / seen["tried"][k - 1] for k in slots]
+        axes.plot(slots, rates, marker="o", color=_colour(number), label=measurement["drafter"])
+    axes.set_xlabel("slot of the block")
+    axes.set_ylabel("conditional acceptance")
+    axes.set_ylim(0, 1)
+    axes.legend(fontsize=8)
+    return _svg(figure)
+
+
+def _colour(number: int) -> str:
+    return _COLOURS[number % len(_COLOURS)]
+
+
+def _axes(width: float, height: float) -> tuple[Any, Any]:
+    """A figure that no window system knows of."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    axes = figure.add_subplot()
+    axes.grid(alpha=0.25)
+    return figure, axes
+
+
+def _svg(figure: Any) -> str:
+    buffer = io.StringIO()
+    figure.savefig(buffer, format="svg", metadata={"Date": None})
+    text = buffer.getvalue()
+    return text[text.index("<svg") :]
