@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from taugate.errors import DeadlineError, HostError, JobError, LeaseLost, WindowError
 from taugate.host.host import Host, HostSettings
-from taugate.host.lease import Renewer
+from taugate.host.renewer import Renewer
 from taugate.host.transport import Completed
 from taugate.host.window import Phase, Window, WindowSettings
 from tests_infra.fakehost import SERVICE, FakeTransport, World, fake_host
@@ -132,7 +132,9 @@ def test_any_faults_in_any_world(faults, leftover, killable, starts_fail, change
 def test_a_stop_that_the_host_gets_round_to_after_the_interrupt(late):
     reference = World()
     window_on(reference).open()
-    stop_step = next(step for step, name in enumerate(reference.names) if "stop --no-block" in name)
+    stop_step = next(
+        step for step, name in enumerate(reference.names) if name.startswith("taugate-host stop")
+    )
     world = World()
     world.faults = {stop_step: f"ctrl-c-late-{late}"}
     window = window_on(world)
@@ -249,7 +251,7 @@ def answer_job(world, rc, seconds=1.0, then=lambda: None):
 
     class Transport(FakeTransport):
         def run(self, argv, *, deadline, input=None, on_line=None):
-            if argv[0] == "systemd-run" and "--wait" in argv:
+            if "job" in argv:
                 then()
                 return Completed(tuple(argv), rc, "", "", seconds, "fake")
             return real(self, argv, deadline=deadline, input=input, on_line=on_line)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from taugate.errors import LeaseLost, WindowError
+from taugate.errors import HostError, LeaseLost, WindowError
 from taugate.host.host import Host
-from taugate.host.lease import Lease, Renewer
+from taugate.host.lease import Lease
 from taugate.host.record import Journal, Phase, compare_canary
+from taugate.host.renewer import Renewer
 from taugate.host.restore import Restore
 from taugate.host.sglang import Generation
 
@@ -66,9 +67,7 @@ class Handback:
                 break
         else:
             raise WindowError(f"{self._host.unit.name} stopped again and again after it had answered")
-        self._finish(
-            "the same server answers" if self._stopped_at is not None else "the server was not stopped"
-        )
+        self._finish("the same server answers" if self._stopped_at is not None else "the server was not stopped")
 
     def _bring_back(self, stopped_at: float) -> bool:
         """False if the server stopped again before it had answered."""
@@ -102,10 +101,18 @@ class Handback:
         self._record.outcome = "restored"
         self._journal.event(Phase.SERVING, detail)
 
-    def give_up(self, why: str) -> WindowError:
-        """Leave the rest to the host's timer; the error says so."""
+    def give_up(self, why: str, quarantine: bool) -> WindowError:
+        """Leave the rest to the host's timer; the error says so.
+
+        quarantine: the host is to refuse windows until a person has looked.
+        """
         self._renewer.stop(timeout=0)  # from here on the timer must be allowed to fire
         self._record.outcome = "broken"
         self._record.error = self._restore.broken(why, self._lease.timer, self._renewer.lost)
         self._journal.event(Phase.BROKEN, self._record.error)
+        if quarantine:
+            try:
+                self._lease.quarantine(why)
+            except HostError as error:  # whatever keeps us from the host: the error to report is the first one
+                self._record.notes.append(f"the host could not be quarantined: {error}")
         return WindowError(self._record.error)

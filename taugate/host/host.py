@@ -74,9 +74,7 @@ class Host:
         if last_start_s:
             return last_start_s, "measured by the last window"
         told = self.server.startup_seconds()
-        return (
-            (told, "the server's own last start") if told else (DEFAULT_START_S, "assumed, nothing is known")
-        )
+        return (told, "the server's own last start") if told else (DEFAULT_START_S, "assumed, nothing is known")
 
     def by_hand(self, command: str) -> str:
         """The line a person types on this machine to run `command` on the host."""

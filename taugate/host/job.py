@@ -7,17 +7,12 @@ import shlex
 from collections.abc import Mapping, Sequence
 
 from taugate.errors import DeadlineError, HostError, JobError
+from taugate.host.helper import Helper
 from taugate.host.transport import Completed, OnLine, Transport
 from taugate.host.unit import valid_unit_name
 
 _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-STOPPED_RC = 143
-# Two traps of systemd 252, measured. It calls a service that ended by SIGTERM a success, and `systemd-run
-# --wait` then says 0: a job that was stopped (by the dead-man, by an operator's start) would look finished,
-# so a shell in front turns SIGTERM into a status. And it expands $NAME and ${NAME} in the command: the
-# command travels as a variable.
-_COMMAND = "TAUGATE_JOB"
-_WRAPPER = ("/bin/sh", "-c", f'trap "exit {STOPPED_RC}" TERM; eval "${_COMMAND}" & wait $!')
+STOPPED_RC = 143  # what a job that was stopped (by the dead-man, by an operator's start) ends with
 # systemd ends the job at its RuntimeMaxSec; after that it may need TimeoutStopSec (90 s) to kill it.
 _GRACE_S = 120.0
 
@@ -44,23 +39,22 @@ def run_job(
 ) -> Completed:
     """Run `argv` in `work_dir` on the host until it ends; systemd kills it after `deadline_s` seconds.
 
+    The host starts it only while the window holds the lease and the service is stopped (rc NOT_HELD, NOT_SO).
     Conflicts=service: whoever starts the server ends the job first. A job that failed is a value (rc;
     STOPPED_RC = it was stopped); rc None = its end is unknown. Raises HostError, and DeadlineError if even
     systemd did not end it.
     """
-    unit = valid_unit_name(job_unit(window_id, number) + ".service").removesuffix(".service")
+    valid_unit_name(job_unit(window_id, number) + ".service")
     service = valid_unit_name(service)
     for name in env or {}:
         if not _ENV_NAME.fullmatch(name):
             raise HostError(f"{name!r} is not the name of an environment variable for a job")
-    command = [
-        "systemd-run", "--quiet", "--collect", "--wait", "--pipe", f"--unit={unit}",
-        f"--property=Conflicts={service}", f"--property=After={service}",
-        f"--property=RuntimeMaxSec={max(1, round(deadline_s))}", f"--property=WorkingDirectory={work_dir}",
-        *(f"--setenv={name}={value}" for name, value in (env or {}).items()),
-        f"--setenv={_COMMAND}={shlex.join(argv)}", *_WRAPPER,
-    ]  # fmt: skip
-    return transport.run(command, deadline=deadline_s + _GRACE_S, on_line=on_line)
+    options = [f"--setenv={name}={value}" for name, value in (env or {}).items()]
+    # systemd expands $NAME and ${NAME} in a command, so it travels as the value of a variable.
+    command = shlex.join(argv)
+    seconds = str(max(1, round(deadline_s)))
+    args = (window_id, str(number), service, seconds, work_dir, command, *options)
+    return Helper(transport).call("job", *args, deadline=deadline_s + _GRACE_S, on_line=on_line)
 
 
 def check_end(done: Completed, what: str, deadline_s: float) -> Completed:

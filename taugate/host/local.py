@@ -103,9 +103,7 @@ class LocalTransport:
         return digest
 
 
-def _exchange(
-    process: subprocess.Popen[bytes], data: bytes | None, output: OutputCollector, end: float
-) -> None:
+def _exchange(process: subprocess.Popen[bytes], data: bytes | None, output: OutputCollector, end: float) -> None:
     """Feed stdin and drain both streams until both are at EOF.
 
     Raises TimeoutError at `end` (monotonic seconds).

@@ -58,9 +58,7 @@ class Downtime:
         return self.stop_s + self.job_s + self.start_s
 
 
-def expect_downtime(
-    host: Host, *, stop_s: float, job_s: float, last_start_s: float | None = None
-) -> Downtime:
+def expect_downtime(host: Host, *, stop_s: float, job_s: float, last_start_s: float | None = None) -> Downtime:
     """Add up an estimate. last_start_s: seconds measured by an earlier window (WindowRecord.start_s).
 
     Raises HostError.
@@ -117,9 +115,7 @@ def _asked(group: Callable[[], Iterator[Check]]) -> list[Check]:
 
 
 def _systemd(host: Host) -> Iterator[Check]:
-    done = host.transport.run(["systemctl", "--version"], deadline=COMMAND_DEADLINE_S).check(
-        "asking systemd's version"
-    )
+    done = host.transport.run(["systemctl", "--version"], deadline=COMMAND_DEADLINE_S).check("asking systemd's version")
     found = re.match(r"systemd (\d+)", done.stdout)
     version = int(found[1]) if found else 0
     remedy = f"systemd {MIN_SYSTEMD} or newer is needed"
@@ -127,14 +123,10 @@ def _systemd(host: Host) -> Iterator[Check]:
 
 
 def _unit(name: str, state: UnitState) -> Iterator[Check]:
-    yield Check(
-        "unit loaded", state.load == "loaded", f"{name} is {state.load}", "set `service` to the serving unit"
-    )
+    yield Check("unit loaded", state.load == "loaded", f"{name} is {state.load}", "set `service` to the serving unit")
     if state.load != "loaded":
         return
-    yield Check(
-        "unit active", state.active == "active", f"{name} is {state.active} ({state.sub})", "start it first"
-    )
+    yield Check("unit active", state.active == "active", f"{name} is {state.active} ({state.sub})", "start it first")
     yield Check(
         "unit enabled",
         state.unit_file_state in _PERSISTENT,
@@ -172,9 +164,7 @@ def _gpus(host: Host, snapshot: GpuSnapshot) -> Iterator[Check]:
     yield Check(
         "GPUs are the server's alone",
         not foreign,
-        f"also there: {', '.join(foreign)}"
-        if foreign
-        else f"{len(snapshot.apps)} processes, all of {host.unit.name}",
+        f"also there: {', '.join(foreign)}" if foreign else f"{len(snapshot.apps)} processes, all of {host.unit.name}",
         "these processes are not the unit's and would be in the way: stop them",
     )
 
@@ -190,30 +180,22 @@ def _leftovers(host: Host) -> Iterator[Check]:
     argv = ["systemctl", "list-units", "--all", "--plain", "--no-legend", JOB_GLOB]
     done = host.transport.run(argv, deadline=COMMAND_DEADLINE_S).check("listing the jobs of earlier windows")
     jobs = [line.split()[0] for line in done.stdout.splitlines() if line.strip()]
-    yield Check(
-        "no job left over", not jobs, ", ".join(jobs) or "none", f"`systemctl stop '{JOB_GLOB}'` on the host"
-    )
+    yield Check("no job left over", not jobs, ", ".join(jobs) or "none", f"`systemctl stop '{JOB_GLOB}'` on the host")
 
 
 def _work_dir(host: Host, disk_mib: int) -> Iterator[Check]:
     path, transport = host.work_dir, host.transport
-    usable = all(
-        transport.run(["test", flag, path], deadline=COMMAND_DEADLINE_S).rc == 0 for flag in ("-d", "-w")
-    )
+    usable = all(transport.run(["test", flag, path], deadline=COMMAND_DEADLINE_S).rc == 0 for flag in ("-d", "-w"))
     detail = f"{path} {'is' if usable else 'is not'} a writable directory"
     yield Check("work_dir", usable, detail, f"`mkdir -p {path}` on the host, or set `work_dir`")
     if not usable:
         return
-    done = transport.run(["df", "-Pk", path], deadline=COMMAND_DEADLINE_S).check(
-        f"asking the free space of {path}"
-    )
+    done = transport.run(["df", "-Pk", path], deadline=COMMAND_DEADLINE_S).check(f"asking the free space of {path}")
     try:
         free = int(done.stdout.splitlines()[1].split()[3]) // 1024
     except (IndexError, ValueError):
         raise HostError(f"df on {host.name} gave an unexpected answer: {done.stdout!r}") from None
-    yield Check(
-        "disk space", free >= disk_mib, f"{free} MiB free in {path}, {disk_mib} MiB needed", "make room"
-    )
+    yield Check("disk space", free >= disk_mib, f"{free} MiB free in {path}, {disk_mib} MiB needed", "make room")
 
 
 def _budget(downtime: Downtime, budget_s: float) -> Iterator[Check]:

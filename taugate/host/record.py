@@ -38,7 +38,8 @@ class WindowSettings:
     stop and compared after the start; required. ttl_s: the host restores the server when nothing was heard
     from us for this long. stop_timeout_s None: the unit's own TimeoutStopSec and 30 s more (600 s if it has
     none). verify_requests: real generations that must succeed before the server counts as serving again.
-    persist_s: how long a step of the restore is tried again when the host does not answer or refuses.
+    request_timeout_s: what one of these, or the canary, may take. persist_s: how long a step of the restore
+    is tried again when the host does not answer or refuses.
     """
 
     canary_input_ids: tuple[int, ...]
@@ -49,6 +50,7 @@ class WindowSettings:
     free_timeout_s: float = 120.0
     escalate_after_s: float = 30.0
     start_timeout_s: float = 900.0
+    request_timeout_s: float = 120.0
     persist_s: float = 120.0
     poll_s: float = 0.5
     window_id: str = field(default_factory=new_window_id)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from taugate.errors import DeadlineError, HostError, WindowError
 from taugate.host.gpus import GpuSnapshot
 from taugate.host.host import Host
+from taugate.host.lease import Lease
 from taugate.host.record import WindowSettings
 from taugate.host.unit import COMMAND_DEADLINE_S, UnitState
 from taugate.polling import poll
@@ -61,9 +62,7 @@ def look_before(host: Host) -> Before:
     """Take the snapshot. Raises HostError, and WindowError if the unit is not active."""
     state = host.unit.show()
     if state.active != "active":
-        raise WindowError(
-            f"{host.unit.name} on {host.name} is {state.active}, not active: there is nothing to borrow"
-        )
+        raise WindowError(f"{host.unit.name} on {host.name} is {state.active}, not active: there is nothing to borrow")
     pids = host.unit.pids(state.control_group)
     gpus = host.gpus()
     return Before(state, pids, start_times(host, {app.pid for app in gpus.apps_of(pids)}), gpus)
@@ -85,15 +84,15 @@ def stop(
     host: Host,
     before: Before,
     settings: WindowSettings,
-    timer: str,
+    lease: Lease,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> UnitState:
-    """Stop the unit if `timer` is armed, and wait until systemd calls it inactive or failed.
+    """Stop the unit if `lease` is held, and wait until systemd calls it inactive or failed.
 
-    Raises DeadlineError, HostError.
+    Raises LeaseLost, DeadlineError, HostError.
     """
-    host.unit.stop(only_while=timer)
+    lease.stop(host.unit.name)
     limit = settings.stop_timeout_s
     if limit is None:
         own = before.state.timeout_stop_s
@@ -116,11 +115,12 @@ class Release:
         host: Host,
         before: Before,
         settings: WindowSettings,
+        lease: Lease,
         on_escalation: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self._host, self._before, self._settings = host, before, settings
+        self._host, self._before, self._settings, self._lease = host, before, settings, lease
         self._on_escalation, self._clock, self._sleep = on_escalation, clock, sleep
         self._limits = before.limits_mib()
         self._last: GpuSnapshot | None = None
@@ -174,7 +174,7 @@ class Release:
 
     def _kill_group(self, snapshot: GpuSnapshot) -> None:
         pids = self._group_pids()
-        done = self._host.unit.kill_leftovers()
+        done = self._lease.kill_leftovers(self._host.unit.name)
         self._on_escalation(
             f"SIGKILL to what was left in the control group of {self._host.unit.name}"
             f" (pids {', '.join(map(str, sorted(pids))) or 'none'}; exit status {done.rc})"
@@ -188,9 +188,9 @@ class Release:
         candidates &= self._before.pids & self._before.start_times.keys() & self._group_pids()
         times = start_times(self._host, candidates)
         for pid in sorted(candidates):
-            if pid > 1 and times.get(pid) == self._before.start_times[pid]:
-                self._require_stopped()
-                done = self._host.transport.run(["kill", "-KILL", str(pid)], deadline=COMMAND_DEADLINE_S)
+            started = self._before.start_times[pid]
+            if pid > 1 and times.get(pid) == started:
+                done = self._lease.kill(self._host.unit.name, pid, started)
                 self._on_escalation(f"SIGKILL to pid {pid} of {self._host.unit.name} (exit status {done.rc})")
 
     def _group_pids(self) -> frozenset[int]:

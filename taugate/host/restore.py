@@ -8,6 +8,7 @@ from typing import TypeVar
 
 from taugate.errors import DeadlineError, HostError, LeaseLost, WindowError
 from taugate.host.host import Host
+from taugate.host.lease import Lease
 from taugate.host.record import WindowSettings
 from taugate.host.sglang import Generation, ServerIdentity
 from taugate.polling import poll
@@ -25,10 +26,11 @@ class Restore:
         self,
         host: Host,
         settings: WindowSettings,
+        lease: Lease,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self._host, self._settings = host, settings
+        self._host, self._settings, self._lease = host, settings, lease
         self._clock, self._sleep = clock, sleep
         self._trouble = ""
 
@@ -49,19 +51,13 @@ class Restore:
                 self._sleep(2.0)
 
     def stop_jobs(self) -> None:
-        """Stop every job of this window. A pattern that matches nothing is fine. Raises WindowError."""
-        glob = f"taugate-job-{self._settings.window_id}-*.service"
-
-        def stop() -> None:
-            done = self._host.transport.run(["systemctl", "stop", glob], deadline=120.0)
-            if done.rc != 5:
-                done.check("stopping the window's jobs")
-
-        self.persist(stop, "stopping the window's jobs")
+        """Stop every job of this window. Raises WindowError."""
+        self.persist(self._lease.end_jobs, "stopping the window's jobs")
 
     def start(self, expected: ServerIdentity) -> ServerIdentity:
         """Start the unit and wait until `expected` answers. Raises WindowError with what was seen last."""
-        self.persist(self._host.unit.start, f"starting {self._host.unit.name}")
+        name = self._host.unit.name
+        self.persist(lambda: self._lease.start(name), f"starting {name}")
         self._failures = self._wrong = 0
         self._started = self._clock()
         self._trouble = "nothing was heard from it"
@@ -107,9 +103,7 @@ class Restore:
         if lost:
             host_does = f"the host's dead-man timer has already run ({lost})"
         else:
-            host_does = (
-                f"the host starts it by itself within {self._settings.ttl_s:g} s ({timer} stays armed)"
-            )
+            host_does = f"the host starts it by itself within {self._settings.ttl_s:g} s ({timer} stays armed)"
         by_hand = self._host.by_hand(f"systemctl start {name}")
         return f"{name} on {self._host.name} was not restored: {why}; {host_does}; by hand: `{by_hand}`"
 
@@ -151,9 +145,10 @@ class Restore:
 
     def _start_again(self) -> None:
         self._started = self._clock()
-        self._host.unit.start()
+        self._lease.start(self._host.unit.name)
 
 
 def take_canary(host: Host, settings: WindowSettings) -> Generation:
     """The canary's greedy continuation from the running server. Raises HostError."""
-    return host.server.generate(settings.canary_input_ids, settings.canary_tokens, top_logprobs=2)
+    ids, tokens = settings.canary_input_ids, settings.canary_tokens
+    return host.server.generate(ids, tokens, top_logprobs=2, deadline=settings.request_timeout_s)

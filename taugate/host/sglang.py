@@ -100,9 +100,7 @@ class SGLangClient:
                 version=str(server.get("version", "")),
             )
         except (KeyError, IndexError, TypeError, AttributeError) as error:
-            raise HostError(
-                f"{self.where} does not tell which model it serves: is it SGLang? ({error!r})"
-            ) from error
+            raise HostError(f"{self.where} does not tell which model it serves: is it SGLang? ({error!r})") from error
 
     def startup_seconds(self) -> float | None:
         """How long its last start took by its own account, in seconds; None if it does not tell."""
@@ -153,13 +151,9 @@ class SGLangClient:
                 ),
             )
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-            raise HostError(
-                f"{self.where} answered /generate without the expected fields ({error!r})"
-            ) from error
+            raise HostError(f"{self.where} answered /generate without the expected fields ({error!r})") from error
         if generation.finish_reason not in ("stop", "length"):
-            raise HostError(
-                f"{self.where} ended a generation with {generation.finish_reason!r}, not by itself"
-            )
+            raise HostError(f"{self.where} ended a generation with {generation.finish_reason!r}, not by itself")
         return generation
 
     def _first(self, *paths: str) -> dict[str, Any]:

@@ -66,8 +66,7 @@ class SshTransport:
             status = channel.exit_status
         except TimeoutError:
             raise DeadlineError(
-                f"`{shlex.join(argv)}` on {self.name} did not end within {deadline:g} s; it may still be"
-                " running there"
+                f"`{shlex.join(argv)}` on {self.name} did not end within {deadline:g} s; it may still be running there"
             ) from None
         except LOST:
             status = -1
@@ -91,16 +90,12 @@ class SshTransport:
                 sftp.putfo(source, part)
                 digest = source.hexdigest()
                 if self._remote_sha256(part) != digest:
-                    raise HostError(
-                        f"{remote} on {self.name} does not have the bytes of {local}: copy it again"
-                    )
+                    raise HostError(f"{remote} on {self.name} does not have the bytes of {local}: copy it again")
                 sftp.posix_rename(part, remote)
         except BaseException as error:
             self._forget(part)
             if isinstance(error, LOST):
-                raise HostError(
-                    f"{local} could not be copied to {self.name}:{remote}: {why(error)}"
-                ) from error
+                raise HostError(f"{local} could not be copied to {self.name}:{remote}: {why(error)}") from error
             raise
         return digest
 

@@ -31,9 +31,7 @@ class Reply:
         return self.status == 200
 
 
-def request(
-    transport: Transport, port: int, method: str, path: str, body: bytes | None, deadline: float
-) -> Reply:
+def request(transport: Transport, port: int, method: str, path: str, body: bytes | None, deadline: float) -> Reply:
     """One request to 127.0.0.1:`port` of the host; deadline: seconds in total.
 
     A refused connection and every HTTP status are values. Raises HostError if the host is unreachable, if

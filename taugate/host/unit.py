@@ -1,17 +1,14 @@
-"""One systemd unit on the host: its state by `systemctl show`, stopping and starting it, and the processes
-it holds.
-"""
+"""One systemd unit on the host, read only: its state by `systemctl show`, and the processes it holds."""
 
 from __future__ import annotations
 
 import math
 import posixpath
 import re
-import shlex
 from dataclasses import dataclass
 
 from taugate.errors import HostError
-from taugate.host.transport import Completed, Transport
+from taugate.host.transport import Transport
 
 _NAME = re.compile(r"[A-Za-z0-9:_.\\@-]+\.(service|scope|timer)")
 _PROPERTIES = (
@@ -82,34 +79,6 @@ class Unit:
             invocation_id=values.get("InvocationID", ""),
         )
 
-    def stop(self, only_while: str | None = None) -> None:
-        """Ask systemd to stop the unit, and return at once. Raises HostError.
-
-        only_while: a unit without which the host does not stop this one. The host looks, not we: a command
-        that it gets round to late, after its sender has gone on, must not stop a server whose dead-man is
-        disarmed.
-        """
-        if only_while is None:
-            done = self._systemctl("stop", "--no-block")
-        else:
-            done = run_while_active(
-                self._transport, only_while, ["systemctl", "stop", "--no-block", self.name]
-            )
-        done.check(f"stopping {self.name}")
-
-    def start(self) -> None:
-        """Forget failed starts, ask systemd to start the unit, and return at once. Raises HostError."""
-        # reset-failed fails on a unit that systemd has unloaded meanwhile; then there is nothing to forget.
-        self._systemctl("reset-failed")
-        self._systemctl("start", "--no-block").check(f"starting {self.name}")
-
-    def kill_leftovers(self) -> Completed:
-        """SIGKILL every process in the unit's control group, also of a stopped unit.
-
-        rc != 0 if there was none.
-        """
-        return self._systemctl("kill", "--signal=SIGKILL")
-
     def pids(self, control_group: str | None = None) -> frozenset[int]:
         """The processes in the unit's control group and below.
 
@@ -128,19 +97,6 @@ class Unit:
             done.check(f"listing the processes of {self.name}")
         # A pid of 0 is a process of another pid namespace. It must never reach `kill`.
         return frozenset(pid for line in done.stdout.split() if (pid := _whole(line)) > 1)
-
-    def _systemctl(self, verb: str, *options: str) -> Completed:
-        return self._transport.run(["systemctl", verb, *options, self.name], deadline=COMMAND_DEADLINE_S)
-
-
-def run_while_active(transport: Transport, unit: str, argv: list[str]) -> Completed:
-    """Run `argv` on the host if `unit` is active there at that moment; rc 3 or 4 = it is not.
-
-    Raises HostError.
-    """
-    condition = ["systemctl", "is-active", "--quiet", valid_unit_name(unit)]
-    line = f"{shlex.join(condition)} && exec {shlex.join(argv)}"
-    return transport.run(["/bin/sh", "-c", line], deadline=COMMAND_DEADLINE_S)
 
 
 def valid_unit_name(name: str) -> str:

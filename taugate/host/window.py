@@ -11,13 +11,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from taugate.errors import LeaseLost, WindowError
+from taugate.errors import HostError, LeaseLost, WindowError
 from taugate.host import job
 from taugate.host.handback import Handback
 from taugate.host.host import Host
-from taugate.host.lease import Lease, Renewer
+from taugate.host.lease import Lease
 from taugate.host.record import Journal, Phase, PhaseEvent, WindowRecord, WindowSettings
 from taugate.host.release import Before, Release, look_before, stop
+from taugate.host.renewer import Renewer
 from taugate.host.restore import Restore, take_canary
 from taugate.host.transport import Completed, OnLine
 
@@ -45,10 +46,15 @@ class Window:
         self.record = WindowRecord(settings.window_id, host.name, host.unit.name)
         self._journal = Journal(self.record, on_event, clock)
         self._clock, self._sleep = clock, sleep
-        self._lease = Lease(host.transport, window_id=settings.window_id, owner=settings.owner)
+        self._lease = Lease(host.transport, settings.window_id, settings.owner, host.work_dir)
         self._renewer = Renewer(self._lease, settings.ttl_s, self._taken_by)
         self._handback = Handback(
-            host, self._journal, self._lease, self._renewer, Restore(host, settings, clock, sleep), clock
+            host,
+            self._journal,
+            self._lease,
+            self._renewer,
+            Restore(host, settings, self._lease, clock, sleep),
+            clock,
         )
         self._opened = self._closed = False
         self._stopped_at: float | None = None
@@ -81,9 +87,7 @@ class Window:
         self.record.identity_before = self.host.server.identity()
         self._canary = take_canary(self.host, self.settings)
         before = look_before(self.host)
-        self._journal.event(
-            Phase.SERVING, f"{self.record.identity_before.model_id}; {before.gpus.describe()}"
-        )
+        self._journal.event(Phase.SERVING, f"{self.record.identity_before.model_id}; {before.gpus.describe()}")
         self._opened = True
         try:
             self._acquire(before)
@@ -146,7 +150,7 @@ class Window:
                     raise
                 pending = interrupt
             except BaseException as error:
-                broken = self._fail(str(error) or repr(error))
+                broken = self._fail(str(error) or repr(error), quarantine=isinstance(error, HostError))
                 if pending is None and isinstance(error, Exception):
                     raise broken from error
                 # Whoever wants the process to end gets that, with the bad news attached.
@@ -165,7 +169,7 @@ class Window:
         self.close()
 
     def _acquire(self, before: Before) -> None:
-        self._lease.arm(self.settings.ttl_s, self.host.unit.name)
+        self._lease.arm(self.settings.ttl_s, self.host.unit.name, self.host.server.port)
         self._require_lease()
         self._renewer.start()
         self._journal.event(
@@ -173,20 +177,24 @@ class Window:
             f"the host restores the server {self.settings.ttl_s:g} s after it last heard from us",
         )
         self._stopped_at = self._clock()
-        state = stop(self.host, before, self.settings, self._lease.timer, self._clock, self._sleep)
-        self._journal.event(
-            Phase.STOPPED, f"{state.active}, result {state.result}, KillMode={before.state.kill_mode}"
-        )
+        state = stop(self.host, before, self.settings, self._lease, self._clock, self._sleep)
+        self._journal.event(Phase.STOPPED, f"{state.active}, result {state.result}, KillMode={before.state.kill_mode}")
         release = Release(
-            self.host, before, self.settings, self.record.escalations.append, self._clock, self._sleep
+            self.host,
+            before,
+            self.settings,
+            self._lease,
+            self.record.escalations.append,
+            self._clock,
+            self._sleep,
         )
         self._journal.event(Phase.FREE, release.wait().describe())
         self._require_lease()
         self._journal.event(Phase.HELD, f"{self._clock() - self._stopped_at:.1f} s after the stop")
 
-    def _fail(self, why: str) -> WindowError:
+    def _fail(self, why: str, quarantine: bool = False) -> WindowError:
         self._closed = True
-        return self._handback.give_up(why)
+        return self._handback.give_up(why, quarantine)
 
     def _close_after(self, error: BaseException) -> None:
         """Restore after `error`.
@@ -205,14 +213,11 @@ class Window:
     def _require_lease(self) -> None:
         if self.lost or not self._lease.alive():
             raise LeaseLost(
-                self.lost
-                or f"window {self.settings.window_id} has lost its dead-man timer {self._lease.timer}"
+                self.lost or f"window {self.settings.window_id} has lost its dead-man timer {self._lease.timer}"
             )
 
     def _taken_by(self) -> str | None:
         if self.phase is not Phase.HELD:
             return None
         state = self.host.unit.show()
-        return (
-            None if state.stopped else f"{self.host.unit.name} was started by somebody else ({state.active})"
-        )
+        return None if state.stopped else f"{self.host.unit.name} was started by somebody else ({state.active})"
