@@ -59,7 +59,7 @@ class Lease:
             raise WindowError(
                 f"{self._where} takes no windows, because the last one did not give the server back"
                 f" ({last_line(done.stdout)}): look at the server, then"
-                f" `python -m taugate host restore --host {self._where}`"
+                f" `python -m taugate host restore --host {self._where} --service {service}`"
             )
         done.check(f"arming the dead-man timer {self.timer}")
 
