@@ -80,7 +80,8 @@ def test_after_a_failed_restore_no_window_opens_until_somebody_has_looked(host, 
     assert code == 0 and "windows may be opened" in out
     with Runner(host) as runner:
         assert runner.end()["end"] == "restored"
-    assert "taugate" in host.inside("journalctl", "-q", "-t", "taugate").stdout
+    said = host.inside("journalctl", "-q", "-t", "taugate").stdout
+    assert "opened" in said and "closed" in said and "is 'other'" in said
 
 
 def test_a_server_that_cannot_be_started_keeps_the_quarantine(host, call):

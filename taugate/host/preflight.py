@@ -10,9 +10,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from taugate.errors import HostError, PreflightError
+from taugate.host.check import Check
 from taugate.host.gpus import GpuSnapshot
+from taugate.host.helper import Helper
 from taugate.host.host import Host
-from taugate.host.lease import JOB_GLOB, Lease
+from taugate.host.lease import JOB_GLOB
+from taugate.host.managers import manager_checks
 from taugate.host.sglang import ServerIdentity
 from taugate.host.unit import COMMAND_DEADLINE_S, UnitState
 
@@ -29,19 +32,6 @@ _PERSISTENT = (
     "generated",
     "indirect",
 )
-
-
-@dataclass(frozen=True)
-class Check:
-    """One question and its answer. detail: what was found. remedy: what to do if it is not ok."""
-
-    name: str
-    ok: bool
-    detail: str
-    remedy: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.name}: {self.detail}" + (f" ({self.remedy})" if self.remedy and not self.ok else "")
 
 
 @dataclass(frozen=True)
@@ -84,6 +74,7 @@ def preflight(
     groups: list[Callable[[], Iterator[Check]]] = [
         lambda: _systemd(host),
         lambda: _unit(host.unit.name, host.unit.show()),
+        lambda: manager_checks(host),
         lambda: _server(host),
         lambda: _gpus(host, host.gpus()),
         lambda: _leftovers(host),
@@ -130,8 +121,16 @@ def _unit(name: str, state: UnitState) -> Iterator[Check]:
     yield Check(
         "unit enabled",
         state.unit_file_state in _PERSISTENT,
-        f"{name} is {state.unit_file_state or 'of unknown origin'}, KillMode={state.kill_mode}",
+        f"{name} is {state.unit_file_state or 'of unknown origin'}",
         f"`systemctl enable {name}`, or a reboot inside the window leaves the server down",
+    )
+    cut = " (running requests are cut off: SGLang finishes them with mixed only)"
+    yield Check(
+        "stop ends the server",
+        state.kill_mode != "none",
+        f"KillMode={state.kill_mode}{cut if state.kill_mode == 'control-group' else ''},"
+        f" TimeoutStopSec={state.timeout_stop_s:g} s",
+        "with KillMode=none a stop leaves every process running: set KillMode=mixed",
     )
 
 
@@ -170,16 +169,17 @@ def _gpus(host: Host, snapshot: GpuSnapshot) -> Iterator[Check]:
 
 
 def _leftovers(host: Host) -> Iterator[Check]:
-    holder = Lease(host.transport, window_id="preflight").holder()
+    told = Helper(host.transport).call("status", host.work_dir).check("reading the state of the lease").stdout
+    facts = [line.partition("=")[::2] for line in told.splitlines()]
+    single, jobs = dict(facts), [value for key, value in facts if key == "job"]
+    holder = single.get("lease") or ("the restore after an earlier window" if single.get("restoring") else "")
+    yield Check("no other window", not holder, f"`{holder}` is open" if holder else "none is open", "wait for its end")
     yield Check(
-        "no other window",
-        holder is None,
-        f"`{holder}` is open" if holder else "none is open",
-        "wait for its end",
+        "not quarantined",
+        not single.get("quarantine"),
+        single.get("quarantine") or "the last window gave the server back",
+        "look at the server, then `python -m taugate host restore`",
     )
-    argv = ["systemctl", "list-units", "--all", "--plain", "--no-legend", JOB_GLOB]
-    done = host.transport.run(argv, deadline=COMMAND_DEADLINE_S).check("listing the jobs of earlier windows")
-    jobs = [line.split()[0] for line in done.stdout.splitlines() if line.strip()]
     yield Check("no job left over", not jobs, ", ".join(jobs) or "none", f"`systemctl stop '{JOB_GLOB}'` on the host")
 
 

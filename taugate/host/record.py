@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, Literal
 
 from taugate.host.sglang import Generation, ServerIdentity
 
@@ -39,7 +39,8 @@ class WindowSettings:
     from us for this long. stop_timeout_s None: the unit's own TimeoutStopSec and 30 s more (600 s if it has
     none). verify_requests: real generations that must succeed before the server counts as serving again.
     request_timeout_s: what one of these, or the canary, may take. persist_s: how long a step of the restore
-    is tried again when the host does not answer or refuses.
+    is tried again when the host does not answer or refuses. drain_s: how long to wait, before the stop, until
+    the server has no requests; 0 = stop at once. on_busy: what to do when it still has some then.
     """
 
     canary_input_ids: tuple[int, ...]
@@ -52,6 +53,8 @@ class WindowSettings:
     start_timeout_s: float = 900.0
     request_timeout_s: float = 120.0
     persist_s: float = 120.0
+    drain_s: float = 0.0
+    on_busy: Literal["stop", "give up"] = "stop"
     poll_s: float = 0.5
     window_id: str = field(default_factory=new_window_id)
     owner: str | None = None

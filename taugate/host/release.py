@@ -80,6 +80,32 @@ def start_times(host: Host, pids: set[int]) -> dict[int, int]:
     return {int(pid): int(rest.split()[19]) for pid, rest in _STAT.findall(text)}
 
 
+def drain(
+    host: Host,
+    settings: WindowSettings,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> str:
+    """Wait at most `drain_s` until the server has no requests; returns what became of it.
+
+    Raises WindowError if it still has some and on_busy is "give up", HostError.
+    """
+    last = host.server.loads()
+    end = clock() + settings.drain_s
+    while last and last.running + last.waiting and clock() < end:
+        sleep(settings.poll_s)
+        last = host.server.loads()
+    if last is None:
+        return "the server does not tell its load"
+    busy = last.running + last.waiting
+    if busy and settings.on_busy == "give up":
+        raise WindowError(
+            f"{host.unit.name} on {host.name} still had {busy} requests after {settings.drain_s:g} s, and was not"
+            " stopped: try again when it is quieter, or let the window stop it all the same"
+        )
+    return f"{busy} requests are left to the stop" if busy else "idle"
+
+
 def stop(
     host: Host,
     before: Before,

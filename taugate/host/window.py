@@ -17,7 +17,7 @@ from taugate.host.handback import Handback
 from taugate.host.host import Host
 from taugate.host.lease import Lease
 from taugate.host.record import Journal, Phase, PhaseEvent, WindowRecord, WindowSettings
-from taugate.host.release import Before, Release, look_before, stop
+from taugate.host.release import Before, Release, drain, look_before, stop
 from taugate.host.renewer import Renewer
 from taugate.host.restore import Restore, take_canary
 from taugate.host.transport import Completed, OnLine
@@ -176,6 +176,8 @@ class Window:
             Phase.LEASED,
             f"the host restores the server {self.settings.ttl_s:g} s after it last heard from us",
         )
+        if self.settings.drain_s:
+            self.record.notes.append(f"drain: {drain(self.host, self.settings, self._clock, self._sleep)}")
         self._stopped_at = self._clock()
         state = stop(self.host, before, self.settings, self._lease, self._clock, self._sleep)
         self._journal.event(Phase.STOPPED, f"{state.active}, result {state.result}, KillMode={before.state.kill_mode}")
