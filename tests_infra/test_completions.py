@@ -34,7 +34,7 @@ class Server:
 
 def ask(tmp_path, server, identity=SERVER, target=TARGET, prompts=(PROMPT,), new=3):
     ids = [[1, 2]] * len(prompts)
-    return complete(server, identity, target, prompts, ids, new, CompletionStore(tmp_path), lambda done, of: None)
+    return complete(server, identity, target, prompts, ids, new, CompletionStore(tmp_path), lambda done, of: None)[0]
 
 
 def test_a_completion_is_asked_once_and_kept(tmp_path):
@@ -111,8 +111,15 @@ def test_what_was_got_before_an_error_is_kept(tmp_path):
     with pytest.raises(HostError, match="went away"):
         complete(Breaking(), SERVER, TARGET, prompts, ids, 3, store, lambda done, of: None)
     server = Server()
-    assert len(complete(server, SERVER, TARGET, prompts, ids, 3, store, lambda done, of: None)) == 2
+    found, unasked = complete(server, SERVER, TARGET, prompts, ids, 3, store, lambda done, of: None)
+    assert (len(found), unasked) == (2, [])
     assert server.asked == 1, "the first answer was kept"
+
+
+def test_a_server_that_must_not_be_asked_is_not(tmp_path):
+    server, store = Server(), CompletionStore(tmp_path)
+    found, unasked = complete(server, SERVER, TARGET, (PROMPT,), [[1, 2]], 3, store, lambda done, of: None, ask=False)
+    assert (found, len(unasked), server.asked) == ([], 1, 0)
 
 
 @pytest.mark.parametrize(

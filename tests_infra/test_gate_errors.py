@@ -99,7 +99,7 @@ class TestOneSentenceEach:
         assert "the server was not touched" in sentence and "budget 10 s" in sentence
 
     def test_missing_states_without_permission_to_open_a_window(self, embedded, tmp_path):
-        sentence = r"3 of 3 states are not in .* first is key .*pytest -m gpu_window"
+        sentence = r"3 completions are not in .* first is key .*pytest -m gpu_window"
         with pytest.raises(StoreError, match=sentence):
             acquired(configured(tmp_path / "store"), embedded.info, armed=False)
 

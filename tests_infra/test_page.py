@@ -10,7 +10,8 @@ PROFILE = {"tried": [10, 8, 0], "matched": [8, 4, 0]}
 def measurement(drafter, verifier="chain", tau=2.5):
     return {
         "type": "measurement", "drafter": drafter, "verifier": verifier, "definition": "what it means", "tau": tau,
-        "low": tau - 0.1, "high": tau + 0.1, "tau_macro": tau, "tau_anchors": tau, "tokens": 25, "cycles": 10, "prompts": 2,
+        "low": tau - 0.1, "high": tau + 0.1, "tau_macro": tau, "tau_anchors": tau,
+        "tokens": 25, "cycles": 10, "prompts": 2,
         "per_prompt": [{"prompt_id": "a", "tokens": 12, "cycles": 5}, {"prompt_id": "b", "tokens": 13, "cycles": 5}],
         "profile": PROFILE,
     }  # fmt: skip

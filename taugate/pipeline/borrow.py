@@ -28,14 +28,17 @@ class Borrower:
 
     def plan(self, wanted: Sequence[CachedSequence]) -> None:
         """Record what a run would do. Raises PreflightError if a check is red: such a run would end there."""
-        checks = self._checks(wanted)
+        checks = self._checks(wanted, self.survey.unasked)
         steps = [("ok   " if check.ok else "RED  ") + str(check) for check in checks]
-        if wanted:
+        unasked = len(self.survey.unasked)
+        if unasked:
+            steps.append(f"ask {self.survey.identity.model_id} for {unasked} completions, one by one")
+        if wanted or unasked:
             unit = self.host.unit.name
             steps += [
                 f"arm taugate-window.timer on the host for {self.config.window.ttl:g} s",
                 f"systemctl stop {unit}, wait until its GPU memory is free",
-                f"capture {len(wanted)} sequences, taps {self.survey.taps}, as a transient unit",
+                f"capture {len(wanted) + unasked} sequences, taps {self.survey.taps}, as a transient unit",
                 f"systemctl start {unit}, wait until {self.survey.identity.model_id} answers, disarm the timer",
             ]
         else:
@@ -57,7 +60,7 @@ class Borrower:
         Raises PreflightError with the server untouched, WindowError, JobError. An interrupted capture leaves its
         complete files on the host, and the next one goes on from them.
         """
-        require(self._checks(wanted))
+        require(self._checks(wanted, ()))
         run = f"{self.host.work_dir}/capture-{sha256_json([self.data.key(s) for s in wanted])[:16]}"
         spec = {
             "model_path": self.survey.model_path,
@@ -149,9 +152,10 @@ class Borrower:
         self.host.transport.run(["rm", "-f", remote], deadline=60).check(f"removing {remote}")
         self.say(f"fetched the head bundle, {path.stat().st_size / 2**20:.1f} MiB")
 
-    def _checks(self, wanted: Sequence[CachedSequence]) -> list[Check]:
-        downtime = expect_downtime(self.host, stop_s=30.0, job_s=20.0 + 0.5 * len(wanted))
-        tokens = sum(len(s.token_ids) for s in wanted)
+    def _checks(self, wanted: Sequence[CachedSequence], unasked: Sequence[str]) -> list[Check]:
+        downtime = expect_downtime(self.host, stop_s=30.0, job_s=20.0 + 0.5 * (len(wanted) + len(unasked)))
+        cap = self.config.completions.max_new_tokens
+        tokens = sum(len(s.token_ids) for s in wanted) + len(unasked) * 4 * cap  # prompts of those are not known here
         disk = 64 + tokens * (len(self.survey.taps) + 1) * self.survey.target.hidden_size * 2 // 2**20
         return preflight(self.host, downtime=downtime, budget_s=self.config.host.downtime_budget, disk_mib=disk)
 

@@ -56,16 +56,18 @@ def complete(
     max_new_tokens: int,
     store: CompletionStore,
     progress: Callable[[int, int], None],
-) -> list[CachedSequence]:
-    """One CachedSequence per prompt, from the store or from the server.
+    ask: bool = True,
+) -> tuple[list[CachedSequence], list[str]]:
+    """One CachedSequence per prompt, from the store or from the server, and the keys that are in neither.
 
-    progress(done, of) is called after each one asked. Raises HostError if the server fails, StoreError for a
-    damaged entry. What was got before an error is kept.
+    ask: whether the server may be asked; if not, prompts without a cached completion are left out and their keys
+    returned. progress(done, of) is called after each one asked. Raises HostError if the server fails, StoreError for
+    a damaged entry. What was got before an error is kept.
     """
     keyed = [(_fields(identity, target, ids, max_new_tokens)) for ids in prompt_ids]
     keys = [sha256_json(fields) for fields in keyed]
     todo = [index for index, key in enumerate(keys) if store.load(key) is None]
-    for number, index in enumerate(todo, 1):
+    for number, index in enumerate(todo if ask else (), 1):
         generation = server.generate(list(prompt_ids[index]), max_new_tokens)
         answer = {
             "output_ids": list(generation.output_ids),
@@ -77,9 +79,9 @@ def complete(
         progress(number, len(todo))
     sequences = []
     for prompt, ids, key in zip(prompts, prompt_ids, keys, strict=True):
-        answer = (store.load(key) or {})["answer"]
-        sequences.append(_sequence(prompt, ids, answer, max_new_tokens, target))
-    return sequences
+        if entry := store.load(key):
+            sequences.append(_sequence(prompt, ids, entry["answer"], max_new_tokens, target))
+    return sequences, [] if ask else [keys[index] for index in todo]
 
 
 def _fields(identity: ServerIdentity, target: TargetInfo, ids: Sequence[int], max_new_tokens: int) -> dict[str, Any]:

@@ -27,12 +27,12 @@ def acquire(
 ) -> Dataset:
     """Complete every prompt, capture the states that the store lacks, fetch the head bundle.
 
-    armed: whether a window may be opened; always: open one even if nothing is missing; dry_run: record the plan
+    armed: whether the server may be asked and a window opened; always: open one even if nothing is missing; dry_run: record the plan
     and stop there. Raises HostError and CheckpointError (nothing was touched), StoreError when states are missing
     and no window may be opened, PreflightError with the server untouched, WindowError and JobError.
     """
     survey = Survey(host, config, drafters, say)
-    data = survey.dataset()
+    data = survey.dataset(ask=armed and not dry_run)
     record(survey.provenance(data))
     borrower = Borrower(survey, data, record)
     names = [*map(tap_name, survey.taps), FINAL_HIDDEN]
@@ -41,6 +41,11 @@ def acquire(
     if dry_run:
         borrower.plan(wanted)
         return data
+    if survey.unasked and not armed:
+        raise StoreError(
+            f"{len(survey.unasked)} completions are not in {survey.cache}, the first is key {survey.unasked[0][:16]}…; "
+            "`pytest -m gpu_window` asks the server for them and captures their states"
+        )
     if wanted and not armed:
         raise StoreError(
             f"{len(missing)} of {len(data.sequences)} states are not in {data.store.root}, the first is key "

@@ -43,13 +43,17 @@ class Survey:
         self.model_path: str = self.probe["model_path"]
         self.target = TargetInfo.from_json(self.probe["target"])
         self._check_taps(drafters)
+        self.unasked: list[str] = []
 
-    def dataset(self) -> Dataset:
-        """Every prompt completed, by the store or by the server; states may still be missing."""
-        sequences = tuple(self._completions())
+    def dataset(self, ask: bool) -> Dataset:
+        """Every prompt that is completed; states may still be missing.
+
+        ask: whether the server is asked for completions that are not cached. If not, `unasked` has their keys.
+        """
+        sequences, self.unasked = self._completions(ask)
         store = StateStore(self.cache, self.target.name)
         bundle = self.cache / "heads" / f"{self.target.weights_sha256}.safetensors"
-        return Dataset(self.target, sequences, self._state_identity(), store, bundle)
+        return Dataset(self.target, tuple(sequences), self._state_identity(), store, bundle)
 
     def provenance(self, data: Dataset) -> dict[str, Any]:
         """The record that says where every number of this run comes from."""
@@ -123,7 +127,7 @@ class Survey:
     def _check_taps(self, drafters: Sequence[DrafterConfig]) -> None:
         target = self.target
         for drafter in drafters:
-            if drafter.num_target_layers != target.num_layers or drafter.hidden_size != target.hidden_size:
+            if drafter.num_target_layers not in (None, target.num_layers) or drafter.hidden_size != target.hidden_size:
                 raise CheckpointError(
                     f"a drafter for {drafter.num_target_layers} layers of width {drafter.hidden_size} does not fit "
                     f"target {target.name} with {target.num_layers} layers of width {target.hidden_size}"
@@ -139,7 +143,7 @@ class Survey:
                     "final norm; its config does not say which, so it cannot be judged"
                 )
 
-    def _completions(self) -> list[CachedSequence]:
+    def _completions(self, ask: bool) -> tuple[list[CachedSequence], list[str]]:
         wanted = self.config.completions
         if wanted.prompts is None:
             raise HostError("completions.prompts is not set; name a JSON-lines file of prompts")
@@ -159,6 +163,7 @@ class Survey:
             wanted.max_new_tokens,
             CompletionStore(self.cache),
             progress,
+            ask,
         )
 
     def _tokenizer(self) -> Path:

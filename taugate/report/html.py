@@ -1,4 +1,4 @@
-"""One self-contained page: verdicts first, then τ with plots, the window's timeline, and where every number comes from."""
+"""One self-contained page: verdicts first, then τ with plots, the timeline of the window, and the provenance."""
 
 from __future__ import annotations
 

@@ -24,7 +24,8 @@ def tau_by_verifier(measurements: Sequence[Record], thresholds: Mapping[str, flo
     for verifier, value in thresholds.items():
         if verifier in verifiers:
             place = verifiers.index(verifier)
-            axes.hlines(value, place - 0.4, place + 0.4, colors="#b00020", linestyles="dashed", label=f"min_tau {value:g}")
+            ends = (place - 0.4, place + 0.4)
+            axes.hlines(value, *ends, colors="#b00020", linestyles="dashed", label=f"min_tau {value:g}")
     axes.set_xticks(range(len(verifiers)), verifiers)
     axes.set_ylabel("τ, tokens per cycle")
     axes.legend(fontsize=8)
