@@ -7,7 +7,10 @@ import itertools
 
 
 def heap_order(score, budget):
-    """Pop order of the published algorithm for one tree: rank tuples. score: [L][K] integers, descending along K."""
+    """Pop order of the published algorithm for one tree: rank tuples.
+
+    score: [L][K] integers, descending along K.
+    """
     heap, order = [(-int(score[0][0]), (0,))], []
     while heap and len(order) < budget:
         cost, ranks = heapq.heappop(heap)
@@ -28,9 +31,7 @@ def best_nodes(score, budget):
         for depth in range(1, len(score) + 1)
         for ranks in itertools.product(*(range(len(s)) for s in score[:depth]))
     ]
-    return sorted(nodes, key=lambda ranks: (-sum(int(score[i][r]) for i, r in enumerate(ranks)), ranks))[
-        :budget
-    ]
+    return sorted(nodes, key=lambda ranks: (-sum(int(score[i][r]) for i, r in enumerate(ranks)), ranks))[:budget]
 
 
 def depth_in(nodes, path):

@@ -70,8 +70,14 @@ def test_fields_on_top_and_nested_mean_the_same():
 
 def test_rope_in_both_spellings():
     old = tiny.raw_config(rope_scaling={"type": "linear", "factor": 2.0})
-    new = tiny.raw_config(rope_theta=None, rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0})
-    assert parse_config(old, "c").rope == parse_config(new, "c").rope == {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
+    new = tiny.raw_config(
+        rope_theta=None, rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
+    )
+    assert (
+        parse_config(old, "c").rope
+        == parse_config(new, "c").rope
+        == {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
+    )
 
 
 def test_the_speculators_layout_is_the_same_drafter(tmp_path):
@@ -124,7 +130,10 @@ WRONG = {
     "rms_norm_eps": (-1.0, "rms_norm_eps is -1.0, expected a positive float"),
     "layer_types": (["full_attention"], "must name 2 full_ or sliding_attention layers"),
     "rope_theta": (None, "gives no rope_theta"),
-    "rope_scaling": ({"type": "dynamic", "factor": 2.0}, "rope type 'dynamic' is not supported, expected one of default"),
+    "rope_scaling": (
+        {"type": "dynamic", "factor": 2.0},
+        "rope type 'dynamic' is not supported, expected one of default",
+    ),
     "rope_parameters": ({"rope_type": "yarn", "rope_theta": 1e4}, "rope type 'yarn' needs factor, found None"),
     "is_causal": ("yes", "is_causal is 'yes', expected bool"),
     "num_target_layers": (3, r"target_layer_ids \[1, 3\] must be layer numbers 0…2 of the target"),
@@ -184,7 +193,10 @@ def test_tensors_that_do_not_fit_are_named(tmp_path):
     cases = {
         f"lacks tensor {name}, expected with shape \\[16, 32\\]": {k: v for k, v in weights.items() if k != name},
         "holds tensor lm_head.weight": {**weights, "lm_head.weight": torch.zeros(2, 2)},
-        f"tensor {name} has shape \\[16, 8\\], its config expects \\[16, 32\\]": {**weights, name: weights[name][:, :8]},
+        f"tensor {name} has shape \\[16, 8\\], its config expects \\[16, 32\\]": {
+            **weights,
+            name: weights[name][:, :8],
+        },
         f"tensor {name} holds numbers that are not finite": {**weights, name: weights[name] * float("nan")},
     }
     for number, (sentence, held) in enumerate(cases.items()):

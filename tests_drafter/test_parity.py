@@ -5,12 +5,15 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 
 import pytest
 import torch
 from torch import Tensor
 
+from fixtures.host import PAIR
+from taugate.drafter.model import load_drafter
 from taugate.drafter.replay import CachedSequence, Verifier, anchor_table, walk, walk_together
 
 from . import tiny
@@ -39,9 +42,7 @@ def public_drafter(public, raw, ours):
     from transformers import Qwen3Config
 
     given = {
-        key: value
-        for key, value in raw.items()
-        if key not in ("architectures", "model_type") and value is not None
+        key: value for key, value in raw.items() if key not in ("architectures", "model_type") and value is not None
     }
     config = Qwen3Config(**given)
     kind = public.DFlash2DraftModel if ours.config.dflash2 else public.DFlashDraftModel
@@ -67,9 +68,7 @@ def test_logits(public, kind, context):
             block[0, 0] = known[0, column]
             scale = ours.config.input_embedding_scale
             noise, positions = embedding[block] * scale, torch.arange(anchor + size)[None]
-            wanted = theirs(target_hidden=taps[:, :anchor], noise_embedding=noise, position_ids=positions)[
-                :, 1:
-            ]
+            wanted = theirs(target_hidden=taps[:, :anchor], noise_embedding=noise, position_ids=positions)[:, 1:]
             wanted_logits = theirs.compute_logits(wanted, lambda h: h @ head.T)
             mine = hidden[:, column, 1:size]
             logits = ours.logits(mine, head)
@@ -95,9 +94,7 @@ class Pair:
 def states(target, tokens: list[int], taps) -> Tensor:
     """Tapped states of a whole text in one forward, as a capture does it."""
     with torch.inference_mode():
-        hidden = target.model(
-            torch.tensor([tokens]), output_hidden_states=True, use_cache=False
-        ).hidden_states
+        hidden = target.model(torch.tensor([tokens]), output_hidden_states=True, use_cache=False).hidden_states
     return torch.cat([hidden[tap + 1] for tap in taps], -1)[0]
 
 
@@ -121,8 +118,7 @@ def compare(public, pair: Pair) -> list[int]:
         wanted.append(ran.acceptance_lengths)
     chain = Verifier.parse("chain")
     found = [
-        [c.emitted for c in cycles]
-        for _, cycles in walk_together(pair.drafter, iter(items), embedding, head, chain)
+        [c.emitted for c in cycles] for _, cycles in walk_together(pair.drafter, iter(items), embedding, head, chain)
     ]
     assert found == wanted
     for (sequence, taps), lengths in list(zip(items, wanted, strict=True))[::5]:
@@ -132,12 +128,15 @@ def compare(public, pair: Pair) -> list[int]:
 
 
 def random_pair(raw, seed) -> Pair:
-    """An untrained target whose next token depends on few things, so that it is not all loops; both random."""
+    """An untrained target whose next token depends on few things, so that it is not all loops; both
+    random.
+    """
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(seed)
     config = Qwen3Config(
-        vocab_size=tiny.VOCAB, hidden_size=tiny.HIDDEN, intermediate_size=64, num_hidden_layers=6, num_attention_heads=4,
+        vocab_size=tiny.VOCAB, hidden_size=tiny.HIDDEN, intermediate_size=64, num_hidden_layers=6,
+        num_attention_heads=4,
         num_key_value_heads=2, head_dim=8, max_position_embeddings=512, tie_word_embeddings=False,
     )  # fmt: skip
     target = Qwen3ForCausalLM(config).eval().requires_grad_(False)
@@ -157,7 +156,9 @@ def test_acceptance_lengths_of_random_pairs(public, kind):
 
 @pytest.fixture(scope="module")
 def overfitted() -> Pair:
-    """A drafter that has learnt its target's own continuations for a moment, so that runs of every length occur."""
+    """A drafter that has learnt its target's own continuations for a moment, so that runs of every length
+    occur.
+    """
     pair = random_pair(
         tiny.raw_config([FULL] * 2, block=6, nested={"mask_token_id": 39, "target_layer_ids": [1, 3, 4]}),
         seed=4,
@@ -169,9 +170,7 @@ def overfitted() -> Pair:
     with torch.no_grad():
         for _ in range(26):
             tokens = torch.cat([tokens, target(tokens, use_cache=False).logits[:, -1:].argmax(-1)], 1)
-        taps = torch.stack(
-            [states(target, row, drafter.config.target_layer_ids).clone() for row in tokens.tolist()]
-        )
+        taps = torch.stack([states(target, row, drafter.config.target_layer_ids).clone() for row in tokens.tolist()])
     embedding, head = (
         target.get_input_embeddings().weight.detach().clone(),
         target.lm_head.weight.detach().clone(),
@@ -201,3 +200,27 @@ def overfitted() -> Pair:
 def test_acceptance_lengths_of_an_overfitted_pair(public, overfitted):
     lengths = compare(public, overfitted)
     assert sum(lengths) / len(lengths) >= 2 and set(lengths) == set(range(1, 7)), "too easy a comparison"
+
+
+TRAINED = PAIR.parent / "qwen3"
+
+
+@pytest.mark.skipif(
+    not TRAINED.is_dir(), reason="the full-attention pair is not shipped here; tools/train_pair.py makes it"
+)
+def test_acceptance_lengths_of_the_trained_pair(public):
+    """50 prompts of our own writing, fp32: every cycle of every prompt accepts what the public
+    implementation accepts.
+    """
+    from tokenizers import Tokenizer
+    from transformers import AutoModelForCausalLM
+
+    target = AutoModelForCausalLM.from_pretrained(TRAINED / "target", dtype=torch.float32, local_files_only=True)
+    tokenizer = Tokenizer.from_file(str(TRAINED / "target" / "tokenizer.json"))
+    lines = (PAIR.parent / "prompts.jsonl").read_text(encoding="utf-8").splitlines()[:50]
+    prompts = [tokenizer.encode(json.loads(line)["text"]).ids[:64] for line in lines]
+    raw = json.loads((TRAINED / "drafter" / "config.json").read_text())
+    drafter = load_drafter(TRAINED / "drafter")
+    pair = Pair(target.eval().requires_grad_(False), drafter, raw, prompts, 48, target.config.eos_token_id)
+    lengths = compare(public, pair)
+    assert sum(lengths) / len(lengths) >= 2 and set(lengths) == set(range(1, 9))

@@ -15,9 +15,7 @@ from taugate.errors import EvidenceError
 from . import oracles, tiny
 
 MIXED = ("sliding_attention", "full_attention")
-VERIFIERS = [
-    Verifier.parse(name) for name in ("chain", "ddtree-3", "ddtree-8", "ddtree-40", "topk-2", "topk-8")
-]
+VERIFIERS = [Verifier.parse(name) for name in ("chain", "ddtree-3", "ddtree-8", "ddtree-40", "topk-2", "topk-8")]
 KINDS = {
     "full": tiny.raw_config(),
     "mixed": tiny.raw_config(MIXED),
@@ -36,7 +34,7 @@ def made(kind, seed, lengths, ends):
     return model, embedding, head, items
 
 
-@settings(deadline=None, derandomize=True, max_examples=12, phases=[Phase.generate])
+@settings(deadline=None, derandomize=True, max_examples=8, phases=[Phase.generate])
 @given(st.sampled_from(sorted(KINDS)), st.integers(0, 99), st.data())
 def test_walk_and_table_give_the_cycles_of_single_blocks(kind, seed, data):
     lengths = data.draw(st.lists(st.integers(1, 30), min_size=1, max_size=4))
@@ -66,26 +64,19 @@ def test_every_anchor_is_judged_as_brute_force_judges_it(kind):
             truth = sequence.token_ids[anchor + 1 : anchor + size]
             order = logits.sort(dim=-1, descending=True, stable=True).indices.tolist()
             ranks = [slot.index(token) for slot, token in zip(order, truth, strict=False)]
-            heap = oracles.heap_order(
-                scores(np.sort(logits.double().log_softmax(-1).numpy())[None, :, ::-1])[0], 60
-            )
+            heap = oracles.heap_order(scores(np.sort(logits.double().log_softmax(-1).numpy())[None, :, ::-1])[0], 60)
             for verifier in VERIFIERS:
-                wanted = {
-                    "chain": lambda n: next((d for d, r in enumerate(ranks) if r), len(ranks)),
-                    "topk": lambda n: next((d for d, r in enumerate(ranks) if r >= n), len(ranks)),
-                    "ddtree": lambda n: oracles.depth_in(heap[:n], ranks),
-                }[verifier.kind](verifier.size)
+                if verifier.kind == "ddtree":
+                    wanted = oracles.depth_in(heap[: verifier.size], ranks)
+                else:
+                    wanted = next((d for d, rank in enumerate(ranks) if rank >= verifier.size), len(ranks))
                 assert table.accepted[verifier.name][row] == wanted, (anchor, verifier.name)
             seen.add(table.accepted["chain"][row])
             # The oracle ordering of the design holds at every anchor.
             depth = {name: table.accepted[name][row] for name in table.accepted}
             assert depth["ddtree-3"] <= depth["ddtree-8"] <= depth["ddtree-40"]
-            assert (
-                depth["topk-8"] >= depth["ddtree-8"] and depth["topk-8"] >= depth["topk-2"] >= depth["chain"]
-            )
-            assert depth["chain"] <= table.depth("ddtree-1024", anchor), (
-                "a tree that wide holds the whole chain here"
-            )
+            assert depth["topk-8"] >= depth["ddtree-8"] and depth["topk-8"] >= depth["topk-2"] >= depth["chain"]
+            assert depth["chain"] <= table.depth("ddtree-1024", anchor), "a tree that wide holds the whole chain here"
     assert {0, 5} <= seen and len(seen) >= 5, "runs of every kind were meant to occur"
 
 

@@ -20,7 +20,9 @@ FEW = Bootstrap(draws=400)
 
 
 def table(name, accepted, left=None, predicted=()):
-    """A table with one anchor per entry of `accepted`; `left`: tokens the cap would still have allowed at the end."""
+    """A table with one anchor per entry of `accepted`; `left`: tokens the cap would still have allowed at
+    the end.
+    """
     prompt = 3
     ids = tuple(range(prompt + len(accepted) + 1))
     sequence = CachedSequence(name, ids, prompt, len(ids) + (left or 0))
@@ -59,7 +61,9 @@ def test_no_cycle_is_no_tau():
 
 
 def clustered(prompts=40, seed=0):
-    """Prompts on which the drafter is either good or bad throughout: all the variance lies between prompts."""
+    """Prompts on which the drafter is either good or bad throughout: all the variance lies between
+    prompts.
+    """
     good = [3, 0, 0, 0] * 10
     return [table(f"{n}", good if n % 2 else [0] * 40, left=9) for n in range(prompts)]
 
@@ -92,7 +96,9 @@ def test_the_detectable_difference_is_what_that_many_prompts_show():
 
 def test_pairing_sees_what_two_separate_intervals_do_not():
     ours = tau(clustered())
-    theirs = tau([table(t.sequence.prompt_id, [max(a - 1, 0) for a in t.accepted["chain"]], left=9) for t in clustered()])
+    theirs = tau(
+        [table(t.sequence.prompt_id, [max(a - 1, 0) for a in t.accepted["chain"]], left=9) for t in clustered()]
+    )
     difference, low, high = paired_interval(ours, theirs, FEW)
     assert low <= difference <= high and low > 0, "a drafter that is better wherever it differs is better"
     assert detectable_difference(ours, theirs, FEW) < ours.detectable
@@ -101,7 +107,8 @@ def test_pairing_sees_what_two_separate_intervals_do_not():
 
 
 def test_the_profile_by_hand():
-    # Cap right after the text: blocks at the last anchors shrink. Cycles: 3 tokens, 1, 2 (cut to what is left).
+    # Cap right after the text: blocks at the last anchors shrink. Cycles: 3 tokens, 1, 2 (cut to what is
+    # left).
     one = table("one", [2, 9, 9, 0, 3, 9])
     found = profile([one], "chain", BLOCK)
     assert [c.emitted for c in walk(one, "chain")] == [3, 1, 2]
@@ -116,7 +123,9 @@ def test_the_profile_by_hand():
 def test_prediction_beside_what_came_of_it():
     both = table("one", [2, 0, 0, 0, 1, 0], left=9, predicted=[1.5, 0, 0, 0.5, 9, 9])
     found = profile([both], "chain", BLOCK)
-    assert found.predicted == pytest.approx(1 + (1.5 + 0.5 + 9) / 3) and found.realised == pytest.approx((3 + 1 + 2) / 3)
+    assert found.predicted == pytest.approx(1 + (1.5 + 0.5 + 9) / 3) and found.realised == pytest.approx(
+        (3 + 1 + 2) / 3
+    )
 
 
 def test_a_drafter_that_samples_its_own_text_is_calibrated():
@@ -168,6 +177,8 @@ def bounded(each):
 def test_an_inconclusive_verdict_says_what_could_have_been_seen():
     found = tau(clustered())
     verdict = threshold_verdict(found, found.tau, 30)
-    assert verdict.outcome == "inconclusive" and f"{found.detectable:.3f} is the smallest difference" in verdict.sentence
+    assert (
+        verdict.outcome == "inconclusive" and f"{found.detectable:.3f} is the smallest difference" in verdict.sentence
+    )
     compared = reference_verdict(found, tau(clustered(), name="theirs"), -0.1, 30, FEW)
     assert compared.outcome == "fail" and "even the high end loses more" in compared.sentence

@@ -60,13 +60,13 @@ def tables(config, seed=0):
 
 
 def draft(model, tokens, taps, anchor, size, embedding, head):
-    """Logits [size - 1, V] and drafted tokens of one block: alone, nothing but what it may see, no slot to spare."""
+    """Logits [size - 1, V] and drafted tokens of one block: alone, nothing but what it may see, no slot to
+    spare.
+    """
     alone = object.__new__(Drafter)
     alone.__dict__ = {**model.__dict__, "config": dataclasses.replace(model.config, block_size=size)}
     where, known = torch.tensor([[anchor]]), torch.tensor([[tokens[anchor]]])
-    hidden = alone(alone.context(taps[None, :anchor]), known, where, torch.tensor([[size]]), embedding)[
-        0, :, 1:
-    ]
+    hidden = alone(alone.context(taps[None, :anchor]), known, where, torch.tensor([[size]]), embedding)[0, :, 1:]
     logits = alone.logits(hidden, head)
     return logits[0], alone.propose(hidden, logits, known[0])[0].tolist()
 

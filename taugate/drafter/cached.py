@@ -14,7 +14,9 @@ LARGEST_TREE = 1024
 
 @dataclass(frozen=True)
 class Verifier:
-    """`chain`, `ddtree-N` (best-first tree of N nodes, root excluded) or `topk-K` (an upper bound, not a tree)."""
+    """`chain`, `ddtree-N` (best-first tree of N nodes, root excluded) or `topk-K` (an upper bound, not a
+    tree).
+    """
 
     name: str
     kind: str
@@ -22,15 +24,15 @@ class Verifier:
 
     @classmethod
     def parse(cls, name: str) -> Verifier:
-        """Raises EvidenceError for a name that is none of the three, and for a tree of more than 1024 nodes."""
+        """Raises EvidenceError for a name that is none of the three, and for a tree of more than 1024
+        nodes.
+        """
         found = _VERIFIER.fullmatch(name)
         if not found:
             raise EvidenceError(f"verifier {name!r} is unknown; it is chain, ddtree-N or topk-K")
         kind, size = found[1] or found[2], int(found[3] or 1)
         if kind == "ddtree" and size > LARGEST_TREE:
-            raise EvidenceError(
-                f"verifier {name!r} asks for {size} nodes; trees of up to {LARGEST_TREE} are measured"
-            )
+            raise EvidenceError(f"verifier {name!r} asks for {size} nodes; trees of up to {LARGEST_TREE} are measured")
         return cls(name, kind, size)
 
     @property
@@ -48,7 +50,8 @@ class CachedSequence:
     """Prompt and greedy completion of one prompt, as token ids.
 
     prompt_length: position of the first completion token (the prefill's, already known when drafting starts).
-    cap: prompt_length + max_new_tokens; blocks shrink to what is left below it, as in the public implementation.
+    cap: prompt_length + max_new_tokens; blocks shrink to what is left below it, as in the public
+    implementation.
     """
 
     prompt_id: str
@@ -71,13 +74,17 @@ class CachedSequence:
         return min(full, self.cap - anchor)
 
     def truth(self, anchor: int, full: int) -> tuple[int, ...]:
-        """The tokens that the drafted slots 1, 2, … of a block at `anchor` are compared with, to the text's end."""
+        """The tokens that the drafted slots 1, 2, … of a block at `anchor` are compared with, to the text's
+        end.
+        """
         return self.token_ids[anchor + 1 : anchor + self.block_size(anchor, full)]
 
 
 @dataclass(frozen=True)
 class Cycle:
-    """One drafting and verification: where it started, how many drafted tokens matched, how many tokens it emitted."""
+    """One drafting and verification: where it started, how many drafted tokens matched, how many tokens it
+    emitted.
+    """
 
     anchor: int
     emitted: int
@@ -88,8 +95,8 @@ class Cycle:
 class AnchorTable:
     """Accepted drafted tokens (bonus not counted) at every anchor of one sequence, by verifier.
 
-    arrivals: per anchor, the pop number of each prefix of the true continuation (1025 if beyond every tree), when
-    trees were asked for: any `ddtree-N` can be read from it. predicted: per tree, Σ q(u) at each anchor.
+    arrivals: per anchor, the pop number of each prefix of the true continuation (1025 if beyond every tree),
+    when trees were asked for: any `ddtree-N` can be read from it. predicted: per tree, Σ q(u) at each anchor.
     overlap: per anchor and slot Σ min(p, q), where target probabilities were given.
     """
 
@@ -100,7 +107,10 @@ class AnchorTable:
     overlap: tuple[tuple[float, ...], ...] = ()
 
     def depth(self, verifier: str, anchor: int) -> int:
-        """Drafted tokens that match at `anchor`. Raises EvidenceError for a verifier that was not asked for."""
+        """Drafted tokens that match at `anchor`.
+
+        Raises EvidenceError for a verifier that was not asked for.
+        """
         row = anchor - self.sequence.prompt_length
         if verifier in self.accepted:
             return self.accepted[verifier][row]
@@ -112,7 +122,9 @@ class AnchorTable:
         return sum(number <= wanted.size for number in self.arrivals[row])
 
     def emitted(self, verifier: str, anchor: int) -> int:
-        """Tokens that a cycle at `anchor` emits: accepted ones and the bonus token, cut at the sequence's end."""
+        """Tokens that a cycle at `anchor` emits: accepted ones and the bonus token, cut at the sequence's
+        end.
+        """
         return min(self.depth(verifier, anchor) + 1, self.sequence.last - anchor)
 
 

@@ -1,4 +1,7 @@
-"""A DFlash drafter checkpoint on disk: `config.json` and safetensors, checked tensor by tensor. No code is ever run."""
+"""A DFlash drafter checkpoint on disk: `config.json` and safetensors, checked tensor by tensor.
+
+No code is ever run.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,7 @@ from taugate.files import sha256_files
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = [
-    "Dflash2", "DrafterConfig", "expected_shapes", "identity", "parse_config", "read_config", "read_tensors", "weight_files",
-]  # fmt: skip
+__all__ = ["Dflash2", "DrafterConfig", "expected_shapes", "identity", "parse_config", "read_config", "read_tensors"]
 
 CONFIG = "config.json"
 # Copies of the target's own tensors that the speculators layout may hold; the target's are used.
@@ -24,12 +25,13 @@ _SELECTOR = ("candidate_selector.predecessor_codebook", "candidate_selector.succ
 
 
 def read_config(directory: Path) -> DrafterConfig:
-    """Read a drafter's config. Raises CheckpointError naming the file and the field that is missing or unusable."""
+    """Read a drafter's config.
+
+    Raises CheckpointError naming the file and the field that is missing or unusable.
+    """
     path = directory / CONFIG
     if not directory.is_dir():
-        raise CheckpointError(
-            f"drafter {directory} does not exist; give a directory with config.json and safetensors"
-        )
+        raise CheckpointError(f"drafter {directory} does not exist; give a directory with config.json and safetensors")
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -39,14 +41,13 @@ def read_config(directory: Path) -> DrafterConfig:
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{path} is not valid JSON ({error}); copy the checkpoint again") from None
     if not isinstance(raw, dict):
-        raise CheckpointError(
-            f"{path} holds a {type(raw).__name__}, expected an object; copy the checkpoint again"
-        )
+        raise CheckpointError(f"{path} holds a {type(raw).__name__}, expected an object; copy the checkpoint again")
     return parse_config(raw, str(path))
 
 
 def expected_shapes(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor a drafter of this config holds: 11·n + 3 for n layers, more for DFlash 2.
+    """Name and shape of every tensor a drafter of this config holds: 11·n + 3 for n layers, more for DFlash
+    2.
 
     Embedding and head are the target's, except the head of a pruned draft vocabulary.
     """
@@ -89,14 +90,15 @@ def weight_files(directory: Path) -> list[Path]:
     """The safetensors of a checkpoint directory, sorted. Raises CheckpointError when there is none."""
     files = sorted(directory.glob("*.safetensors"))
     if not files:
-        raise CheckpointError(
-            f"drafter {directory} holds no .safetensors file; other weight formats are never opened"
-        )
+        raise CheckpointError(f"drafter {directory} holds no .safetensors file; other weight formats are never opened")
     return files
 
 
 def read_tensors(directory: Path, config: DrafterConfig) -> dict[str, Tensor]:
-    """All tensors of a drafter. Raises CheckpointError for missing, extra, misshapen or non-finite ones, by name."""
+    """All tensors of a drafter.
+
+    Raises CheckpointError for missing, extra, misshapen or non-finite ones, by name.
+    """
     from safetensors import SafetensorError, safe_open
 
     expected, found = expected_shapes(config), {}
@@ -112,13 +114,9 @@ def read_tensors(directory: Path, config: DrafterConfig) -> dict[str, Tensor]:
         spare = _TARGETS_OWN if config.draft_vocab_size else {*_TARGETS_OWN, "lm_head.weight", "d2t"}
         found = {name: tensor for name, tensor in found.items() if name not in spare}
     for name in sorted(expected.keys() - found.keys()):
-        raise CheckpointError(
-            f"drafter {directory} lacks tensor {name}, expected with shape {list(expected[name])}"
-        )
+        raise CheckpointError(f"drafter {directory} lacks tensor {name}, expected with shape {list(expected[name])}")
     for name in sorted(found.keys() - expected.keys()):
-        raise CheckpointError(
-            f"drafter {directory} holds tensor {name}, which no part of a DFlash drafter takes"
-        )
+        raise CheckpointError(f"drafter {directory} holds tensor {name}, which no part of a DFlash drafter takes")
     for name, shape in expected.items():
         tensor = found[name]
         if tuple(tensor.shape) != shape:

@@ -1,8 +1,9 @@
 """What a drafter's `config.json` says, in any of the layouts in which DFlash drafters are published.
 
-z-lab: decoder fields on top, DFlash fields on top or in `dflash_config`; DFlash 2 adds convolutions and a selector.
-speculators: decoder fields in `transformer_layer_config`, taps numbered from 1, heads in the checkpoint.
-Every fact is read and none derived: taps and rope that are merely plausible load silently and cost acceptance.
+z-lab: decoder fields on top, DFlash fields on top or in `dflash_config`; DFlash 2 adds convolutions and a
+selector. speculators: decoder fields in `transformer_layer_config`, taps numbered from 1, heads in the
+checkpoint. Every fact is read and none derived: taps and rope that are merely plausible load silently and
+cost acceptance.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from taugate.drafter.fields import Fields
 from taugate.errors import CheckpointError
 
 ROPE_TYPES = ("default", "linear", "yarn", "llama3")
@@ -18,7 +20,9 @@ ROPE_TYPES = ("default", "linear", "yarn", "llama3")
 
 @dataclass(frozen=True)
 class Dflash2:
-    """Extra parts of a DFlash 2 drafter: grouped dynamic convolutions, and a selector among each slot's candidates."""
+    """Extra parts of a DFlash 2 drafter: grouped dynamic convolutions, and a selector among each slot's
+    candidates.
+    """
 
     conv_kernel_size: int
     conv_group_size: int
@@ -32,8 +36,8 @@ class DrafterConfig:
 
     `target_layer_ids` are taps: id L is the raw output of the target's decoder layer L, in the order in which
     the drafter concatenates them. `block_size` counts the anchor, so a block drafts `block_size - 1` tokens.
-    num_target_layers: None in the speculators layout, which does not say. draft_vocab_size: None when the drafter
-    speaks the target's whole vocabulary through the target's own head.
+    num_target_layers: None in the speculators layout, which does not say. draft_vocab_size: None when the
+    drafter speaks the target's whole vocabulary through the target's own head.
     """
 
     hidden_size: int
@@ -62,7 +66,9 @@ class DrafterConfig:
     dflash2: Dflash2 | None = None
 
     def causal(self, layer: int) -> bool:
-        """Whether a block slot sees only slots up to itself: sliding layers do, unless the config says otherwise."""
+        """Whether a block slot sees only slots up to itself: sliding layers do, unless the config says
+        otherwise.
+        """
         return self.layer_types[layer] == "sliding_attention" if self.is_causal is None else self.is_causal
 
     def window(self, layer: int) -> int | None:
@@ -70,48 +76,15 @@ class DrafterConfig:
         return self.sliding_window if self.layer_types[layer] == "sliding_attention" else None
 
 
-class _Fields:
-    """Typed reading of a config. Errors name file, key, what was expected and what was found."""
-
-    def __init__(self, sources: list[Mapping[str, Any]], where: str) -> None:
-        self.sources, self.where = sources, where
-
-    def get(self, name: str) -> Any:
-        return next((source[name] for source in self.sources if source.get(name) is not None), None)
-
-    def fail(self, name: str, expected: str) -> CheckpointError:
-        return CheckpointError(f"{self.where}: {name} is {self.get(name)!r}, expected {expected}")
-
-    def need(self, name: str, kind: type = int) -> Any:
-        value = self.get(name)
-        if value is None:
-            raise CheckpointError(
-                f"{self.where} does not give {name}; it is never derived, so add it as it was in training"
-            )
-        return self.check(name, kind)
-
-    def check(self, name: str, kind: type) -> Any:
-        """The value, or None when it is absent; numbers must be positive."""
-        value = self.get(name)
-        if value is None:
-            return None
-        number = kind in (int, float)
-        fits = isinstance(value, (int, float) if kind is float else kind) and not (
-            number and isinstance(value, bool)
-        )
-        if not fits or (
-            number and not (value > 0 or (kind is int and name.endswith("token_id") and value == 0))
-        ):
-            raise self.fail(name, f"a positive {kind.__name__}" if number else kind.__name__)
-        return value
-
-
 def parse_config(raw: Mapping[str, Any], where: str) -> DrafterConfig:
-    """Turn the dictionary of a `config.json` into a DrafterConfig. `where` names it in errors (CheckpointError)."""
+    """Turn the dictionary of a `config.json` into a DrafterConfig.
+
+    `where` names it in errors (CheckpointError).
+    """
     kind = raw.get("speculators_model_type")
     if kind is None:
         nested = raw.get("dflash_config") or {}
-        fields = _Fields([nested, raw], where)
+        fields = Fields([nested, raw], where)
         taps, layout, draft_vocab, causal = (
             _taps(fields, "target_layer_ids", 0),
             "z-lab",
@@ -120,11 +93,9 @@ def parse_config(raw: Mapping[str, Any], where: str) -> DrafterConfig:
         )
         target_layers = fields.need("num_target_layers")
         if max(taps) >= target_layers:
-            raise _taps_error(
-                fields, "target_layer_ids", f"layer numbers 0…{target_layers - 1} of the target"
-            )
+            raise _taps_error(fields, "target_layer_ids", f"layer numbers 0…{target_layers - 1} of the target")
     else:
-        fields = _Fields([raw, raw.get("transformer_layer_config") or {}], where)
+        fields = Fields([raw, raw.get("transformer_layer_config") or {}], where)
         if kind != "dflash":
             raise fields.fail("speculators_model_type", "'dflash'")
         for name, usual in (
@@ -182,12 +153,14 @@ def parse_config(raw: Mapping[str, Any], where: str) -> DrafterConfig:
     )
 
 
-def _taps_error(fields: _Fields, name: str, expected: str) -> CheckpointError:
+def _taps_error(fields: Fields, name: str, expected: str) -> CheckpointError:
     return CheckpointError(f"{fields.where}: {name} {fields.get(name)} must be {expected}")
 
 
-def _taps(fields: _Fields, name: str, first: int) -> tuple[int, ...]:
-    """Taps as 0-based decoder layers; `first` is the number that this layout gives to the output of layer 0."""
+def _taps(fields: Fields, name: str, first: int) -> tuple[int, ...]:
+    """Taps as 0-based decoder layers; `first` is the number that this layout gives to the output of layer
+    0.
+    """
     taps = fields.need(name, list)
     if not taps or any(not isinstance(tap, int) or isinstance(tap, bool) or tap < first for tap in taps):
         raise _taps_error(fields, name, f"a list of layer numbers from {first} on")
@@ -196,7 +169,7 @@ def _taps(fields: _Fields, name: str, first: int) -> tuple[int, ...]:
     return tuple(tap - first for tap in taps)
 
 
-def _attention(fields: _Fields, layers: int) -> tuple[tuple[str, ...], int | None]:
+def _attention(fields: Fields, layers: int) -> tuple[tuple[str, ...], int | None]:
     types, window, used = (
         fields.get("layer_types"),
         fields.check("sliding_window", int),
@@ -208,23 +181,22 @@ def _attention(fields: _Fields, layers: int) -> tuple[tuple[str, ...], int | Non
                 f"{fields.where} uses a sliding window and does not give layer_types, so which layers slide is unknown"
             )
         types = ["full_attention"] * layers
-    if (
-        not isinstance(types, list)
-        or len(types) != layers
-        or set(types) - {"full_attention", "sliding_attention"}
-    ):
+    if not isinstance(types, list) or len(types) != layers or set(types) - {"full_attention", "sliding_attention"}:
         raise CheckpointError(
             f"{fields.where}: layer_types {types} must name {layers} full_ or sliding_attention layers"
         )
     if "sliding_attention" in types and (window is None or used is False):
         raise CheckpointError(
-            f"{fields.where}: sliding_attention layers need a sliding_window, found {window!r} with use_sliding_window {used!r}"
+            f"{fields.where}: sliding_attention layers need a sliding_window, found {window!r} with"
+            f" use_sliding_window {used!r}"
         )
     return tuple(types), window if "sliding_attention" in types else None
 
 
-def _rope(fields: _Fields) -> dict[str, Any]:
-    """Rotary parameters in one spelling from either: `rope_parameters`, or `rope_theta` with `rope_scaling`."""
+def _rope(fields: Fields) -> dict[str, Any]:
+    """Rotary parameters in one spelling from either: `rope_parameters`, or `rope_theta` with
+    `rope_scaling`.
+    """
     new, old = fields.check("rope_parameters", dict) or {}, fields.check("rope_scaling", dict) or {}
     rope = {**old, **new}
     rope["rope_type"] = rope.pop("rope_type", None) or old.get("type") or "default"
@@ -233,9 +205,7 @@ def _rope(fields: _Fields) -> dict[str, Any]:
     if rope["rope_theta"] is None:
         raise CheckpointError(f"{fields.where} gives no rope_theta, neither on top nor in rope_parameters")
     if not isinstance(rope["rope_theta"], (int, float)) or rope["rope_theta"] <= 0:
-        raise CheckpointError(
-            f"{fields.where}: rope_theta is {rope['rope_theta']!r}, expected a positive number"
-        )
+        raise CheckpointError(f"{fields.where}: rope_theta is {rope['rope_theta']!r}, expected a positive number")
     if rope["rope_type"] not in ROPE_TYPES:
         raise CheckpointError(
             f"{fields.where}: rope type {rope['rope_type']!r} is not supported, expected one of {', '.join(ROPE_TYPES)}"
@@ -251,12 +221,13 @@ def _rope(fields: _Fields) -> dict[str, Any]:
             )
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
         raise CheckpointError(
-            f"{fields.where}: partial_rotary_factor is {rope['partial_rotary_factor']}, expected 1: a drafter rotates whole heads"
+            f"{fields.where}: partial_rotary_factor is {rope['partial_rotary_factor']}, expected 1: a"
+            " drafter rotates whole heads"
         )
     return {**rope, "rope_theta": float(rope["rope_theta"])}
 
 
-def _dflash2(fields: _Fields, hidden: int) -> Dflash2 | None:
+def _dflash2(fields: Fields, hidden: int) -> Dflash2 | None:
     names = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
     if all(fields.get(name) is None for name in names):
         return None

@@ -18,14 +18,16 @@ from taugate.drafter.tree import best, expected_depth, pop_numbers, scores
 from taugate.errors import EvidenceError
 
 Array = np.ndarray[Any, Any]
+NARROW = 128
 
 
 @dataclass(frozen=True)
 class Drafts:
     """R blocks of L drafted slots.
 
-    logits [R, L, V] fp32, on any device; judging overwrites them. truth [R, L]: true tokens, -1 past the end of the text
-    slots [R]: how many of the L slots were drafted. proposal [R, L]: what DFlash 2's selector chose; else the argmax.
+    logits [R, L, V] fp32, on any device. truth [R, L]: true tokens, -1 past the end
+    of the text slots [R]: how many of the L slots were drafted. proposal [R, L]: what DFlash 2's selector
+    chose; else the argmax.
     """
 
     logits: Tensor
@@ -36,7 +38,9 @@ class Drafts:
 
 @dataclass(frozen=True)
 class Judged:
-    """accepted: by verifier, depth [R]; arrivals [R, L]: pop numbers (see AnchorTable); predicted: by tree, [R]."""
+    """accepted: by verifier, depth [R]; arrivals [R, L]: pop numbers (see AnchorTable); predicted: by tree,
+    [R].
+    """
 
     accepted: dict[str, Array]
     arrivals: Array | None = None
@@ -53,26 +57,26 @@ def judge(drafts: Drafts, verifiers: Sequence[Verifier], predict: bool = False) 
     logits, slots = drafts.logits, drafts.slots
     truth = np.where(np.arange(drafts.truth.shape[1]) < slots[:, None], drafts.truth, -1)
     trees = [v for v in verifiers if v.kind == "ddtree"]
-    widths = [LARGEST_TREE] * bool(trees) + [v.size for v in verifiers if v.kind == "topk"]
     ranks = pops = None
     predicted: dict[str, Array] = {}
-    if widths:
-        top = _top(logits, min(max(widths), logits.shape[-1]))
+    if trees or any(v.kind == "topk" for v in verifiers):
+        # Most questions are settled by the best few of each slot; the others get lists as long as the largest tree.
+        width = max([NARROW, *(v.size for v in verifiers if v.kind == "topk"), *(v.size for v in trees if predict)])
+        top = _top(logits, min(width, logits.shape[-1]))
         ranks = _ranks(logits, top, truth)
     elif drafts.proposal is None:
         ranks = np.where(logits.argmax(-1).cpu().numpy() == truth, 0, 1)
     if trees:
-        # The logits are not needed any more, and exponentials in place save a pass over memory.
-        peak = top[..., :1].copy()
-        total = (
-            logits.sub_(torch.from_numpy(peak).to(logits.device)).exp_().sum(-1).double().log().cpu().numpy()
-        )
-        logprobs = top[..., :LARGEST_TREE].astype(np.float64) - peak - total[..., None]
-        if not np.isfinite(logprobs[..., 0]).all():
-            raise EvidenceError("the drafter's logits are not finite; its weights or the states are damaged")
-        pops = pop_numbers(scores(logprobs, slots), ranks, LARGEST_TREE)
+        normal = _log_total(logits, top)
+        pops, unknown = pop_numbers(scores(top - normal, slots), ranks, LARGEST_TREE)
+        if top.shape[-1] < min(LARGEST_TREE, logits.shape[-1]) and unknown.any():
+            rows = np.flatnonzero(unknown)
+            some = logits[torch.from_numpy(rows).to(logits.device)]
+            longer = _top(some, min(LARGEST_TREE, logits.shape[-1]))
+            further = _ranks(some, longer, truth[rows])
+            pops[rows] = pop_numbers(scores(longer - normal[rows], slots[rows]), further, LARGEST_TREE)[0]
         if predict:
-            sums = expected_depth(logprobs, [v.size for v in trees], slots)
+            sums = expected_depth(top - normal, [v.size for v in trees], slots)
             predicted = {v.name: sums[:, column] for column, v in enumerate(trees)}
     accepted = {}
     for verifier in verifiers:
@@ -86,15 +90,29 @@ def judge(drafts: Drafts, verifiers: Sequence[Verifier], predict: bool = False) 
     return Judged(accepted, pops, predicted)
 
 
+def _log_total(logits: Tensor, top: Array) -> Array:
+    """log Σ exp of each slot's logits, float64 [R, L, 1]; `top` holds the largest of them first."""
+    peak = torch.from_numpy(top[..., :1].copy()).to(logits.device)
+    total = (logits - peak).exp_().sum(-1, keepdim=True)
+    if not total.isfinite().all():
+        raise EvidenceError("the drafter's logits are not finite; its weights or the states are damaged")
+    return (peak.double() + total.double().log()).cpu().numpy()
+
+
 def _top(logits: Tensor, count: int) -> Array:
-    """The `count` largest logits of each slot, descending. On a CPU numpy partitions faster than torch sorts."""
+    """The `count` largest logits of each slot, descending.
+
+    On a CPU numpy partitions faster than torch sorts.
+    """
     if logits.is_cuda:
         return logits.topk(count, dim=-1).values.cpu().numpy()
     return best(logits.numpy(), count)
 
 
 def _ranks(logits: Tensor, top: Array, truth: Array) -> Array:
-    """Rank [R, L] of the true token in its slot; -1 without a truth, the width of `top` for anything beyond it."""
+    """Rank [R, L] of the true token in its slot; -1 without a truth, the width of `top` for anything beyond
+    it.
+    """
     index = torch.from_numpy(np.maximum(truth, 0)).to(logits.device)
     own = logits.gather(2, index[..., None])[..., 0].cpu().numpy()
     ranks, width = np.full(truth.shape, -1), top.shape[-1]
@@ -112,14 +130,17 @@ def _ranks(logits: Tensor, top: Array, truth: Array) -> Array:
 def overlaps(
     drafts: Drafts, anchors: Sequence[int], final_hidden: Tensor, head: Tensor, temperature: float
 ) -> list[tuple[float, ...]]:
-    """Σ min(p, q) of each slot that has a truth: the chance that rejection sampling keeps a token sampled there.
+    """Σ min(p, q) of each slot that has a truth: the chance that rejection sampling keeps a token sampled
+    there.
 
-    p comes from the target's state one position earlier (`final_hidden` [S, H]), given the cached text before it; q
-    from the drafter, both at `temperature`, top-p and top-k off. Raises EvidenceError for DFlash 2, whose q depends on
-    what it sampled before.
+    p comes from the target's state one position earlier (`final_hidden` [S, H]), given the cached text before
+    it; q from the drafter, both at `temperature`, top-p and top-k off. Raises EvidenceError for DFlash 2,
+    whose q depends on what it sampled before.
     """
     if drafts.proposal is not None:
-        raise EvidenceError("Σ min(p, q) is not defined per slot for a DFlash 2 drafter: its selector samples along a path")
+        raise EvidenceError(
+            "Σ min(p, q) is not defined per slot for a DFlash 2 drafter: its selector samples along a path"
+        )
     out = []
     for row, anchor in enumerate(anchors):
         count = int((drafts.truth[row] >= 0).sum())

@@ -1,4 +1,5 @@
-"""The DFlash drafter: one bidirectional pass over a block, with the target's hidden states as extra keys and values.
+"""The DFlash drafter: one bidirectional pass over a block, with the target's hidden states as extra keys and
+values.
 
 After `dflash/model.py` of the public implementation (z-lab, MIT) and arXiv 2602.06036, §3. Shape letters:
 N sequences, S context positions, A anchors per sequence, B block size, K taps, H hidden size, D head size.
@@ -23,7 +24,9 @@ KeyValue = tuple[Tensor, Tensor]
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm in fp32 with weight `w` (the target's own norms use `1 + w`; the drafter's never do)."""
+    """Root-mean-square norm in fp32 with weight `w` (the target's own norms use `1 + w`; the drafter's
+    never do).
+    """
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -56,7 +59,9 @@ class Attention(nn.Module):
         return rotate(key, turn), value
 
     def forward(self, x: Tensor, turn: Turn, context: KeyValue, anchors: Tensor, sizes: Tensor) -> Tensor:
-        """Attention of block slots `x` [N, A, B, H] over the context before their anchor and over their own block."""
+        """Attention of block slots `x` [N, A, B, H] over the context before their anchor and over their own
+        block.
+        """
         slots = torch.arange(x.shape[2], device=x.device)
         query = self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.dim))).transpose(-2, -3)
         query = rotate(query, turn).unflatten(2, (-1, self.groups))
@@ -73,7 +78,9 @@ class Attention(nn.Module):
         return self.o_proj(out.flatten(2, 3).transpose(-2, -3).flatten(-2))
 
     def _visible(self, length: int, anchors: Tensor, sizes: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Masks [N, A, B, S] over the context (strictly before the anchor) and [N, A, B, B] over the block."""
+        """Masks [N, A, B, S] over the context (strictly before the anchor) and [N, A, B, B] over the
+        block.
+        """
         distance = (anchors[..., None] + slots)[..., None] - torch.arange(length, device=slots.device)
         far = (torch.arange(length, device=slots.device) < anchors[..., None, None]).expand_as(distance)
         apart = slots[:, None] - slots[None, :]
@@ -117,7 +124,9 @@ class Layer(nn.Module):
 
 
 def _between(conv: GroupedConv | None, h: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
-    """A sublayer between the two convolutions of DFlash 2, whose kernels both come from what enters; or alone."""
+    """A sublayer between the two convolutions of DFlash 2, whose kernels both come from what enters; or
+    alone.
+    """
     if conv is None:
         return sublayer(h)
     kernels = conv.kernels(h)
@@ -125,7 +134,10 @@ def _between(conv: GroupedConv | None, h: Tensor, sublayer: Callable[[Tensor], T
 
 
 class Drafter(nn.Module):
-    """DFlash drafter. Embedding and head are the target's, handed in as tensors; only a pruned head is its own."""
+    """DFlash drafter.
+
+    Embedding and head are the target's, handed in as tensors; only a pruned head is its own.
+    """
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
@@ -166,20 +178,20 @@ class Drafter(nn.Module):
         block = tokens.new_full((*tokens.shape, self.config.block_size), self.config.mask_token_id)
         block[..., 0] = tokens
         x = functional.embedding(block, embedding) * self.config.input_embedding_scale
-        turn = self.rope(
-            (anchors[..., None] + torch.arange(x.shape[2], device=x.device))[..., None, :], x.dtype
-        )
+        turn = self.rope((anchors[..., None] + torch.arange(x.shape[2], device=x.device))[..., None, :], x.dtype)
         for layer, keys in zip(self.layers, context, strict=True):
             x = layer(x, turn, keys, anchors, sizes)
         return self.norm(x)
 
     def logits(self, hidden: Tensor, head: Tensor) -> Tensor:
-        """Vocabulary logits [..., V] of `hidden` [..., H] through the target's `head` [V, H], or the drafter's own."""
+        """Vocabulary logits [..., V] of `hidden` [..., H] through the target's `head` [V, H], or the
+        drafter's own.
+        """
         self._check("head", head)
         pruned = self.config.draft_vocab_size is not None
-        out = (
-            functional.linear(hidden, self.lm_head.weight if pruned else head) * self.config.output_multiplier
-        )
+        out = functional.linear(hidden, self.lm_head.weight if pruned else head)
+        if self.config.output_multiplier != 1.0:  # a pass over all logits, so not for nothing
+            out = out * self.config.output_multiplier
         cap = self.config.final_logit_softcapping
         out = out if cap is None else torch.tanh(out / cap) * cap
         if not pruned:
@@ -200,7 +212,10 @@ class Drafter(nn.Module):
 
 
 def load_drafter(directory: Path, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Drafter:
-    """Load a drafter from safetensors. Raises CheckpointError for missing, extra or misshapen tensors, by name."""
+    """Load a drafter from safetensors.
+
+    Raises CheckpointError for missing, extra or misshapen tensors, by name.
+    """
     config = read_config(directory)
     tensors = read_tensors(directory, config)
     with torch.device("meta"):

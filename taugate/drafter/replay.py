@@ -1,9 +1,11 @@
-"""Exact chained acceptance from cached states: no target is run, because at T=0 accepted text equals cached text.
+"""Exact chained acceptance from cached states: no target is run, because at T=0 accepted text equals cached
+text.
 
-An anchor is a position whose token is known and whose state is not: a block drafted there sees the states of all
-positions strictly before it, and slot k predicts the token at anchor + k. Two modes with equal results:
-`anchor_table` drafts a block at *every* position of a completion and notes how far each verifier accepts it, so that
-`walk` follows any verifier's chain; `walk_together` drafts only where one verifier's chain goes, many prompts at once.
+An anchor is a position whose token is known and whose state is not: a block drafted there sees the states of
+all positions strictly before it, and slot k predicts the token at anchor + k. Two modes with equal results:
+`anchor_table` drafts a block at *every* position of a completion and notes how far each verifier accepts it,
+so that `walk` follows any verifier's chain; `walk_together` drafts only where one verifier's chain goes, many
+prompts at once.
 """
 
 from __future__ import annotations
@@ -30,16 +32,17 @@ def anchor_table(
     embedding: Tensor,
     head: Tensor,
     verifiers: Sequence[Verifier],
-    anchors_per_batch: int = 64,
+    anchors_per_batch: int = 32,
     predict: bool = False,
     final_hidden: Tensor | None = None,
     temperature: float = 1.0,
 ) -> AnchorTable:
     """Draft at every anchor of `sequence` and judge each block against the cached text.
 
-    taps: [S, K·H] tapped states of all positions, concatenated in the drafter's order; embedding, head: [V, H].
-    predict: also note what the drafter itself expects of each tree. Memory is bounded by `anchors_per_batch`.
-    final_hidden: [S, H] target states after the final norm: with them, acceptance Σ min(p, q) at `temperature` too.
+    taps: [S, K·H] tapped states of all positions, concatenated in the drafter's order; embedding, head: [V,
+    H]. predict: also note what the drafter itself expects of each tree. Memory is bounded by
+    `anchors_per_batch`. final_hidden: [S, H] target states after the final norm: with them, acceptance Σ
+    min(p, q) at `temperature` too.
     """
     import torch
 
@@ -51,7 +54,9 @@ def anchor_table(
         context = drafter.context(taps[None])
         for first in range(0, len(sequence.anchors()), anchors_per_batch):
             anchors = list(sequence.anchors()[first : first + anchors_per_batch])
-            drafts = _draft(drafter, context, [(sequence, a) for a in anchors], torch.tensor([anchors]), embedding, head)
+            drafts = _draft(
+                drafter, context, [(sequence, a) for a in anchors], torch.tensor([anchors]), embedding, head
+            )
             if final_hidden is not None:
                 overlap += overlaps(drafts, anchors, final_hidden, head, temperature)
             parts.append(judge(drafts, verifiers, predict))
@@ -75,7 +80,8 @@ def walk_together(
 ) -> Iterator[tuple[CachedSequence, list[Cycle]]]:
     """Follow one verifier's chain through every sequence, in order; the prompts of a batch advance together.
 
-    items: sequences with their taps [S, K·H], read as they are needed: memory is bounded by `prompts_per_batch`.
+    items: sequences with their taps [S, K·H], read as they are needed: memory is bounded by
+    `prompts_per_batch`.
     """
     stream = iter(items)
     while group := list(islice(stream, prompts_per_batch)):
@@ -101,7 +107,8 @@ def _advance(
     place = [sequence.prompt_length for sequence in sequences]
     live = [n for n, sequence in enumerate(sequences) if place[n] < sequence.last]
     with torch.inference_mode():
-        # Positions past a sequence's own end are padding; every anchor lies before them, so none is ever seen.
+        # Positions past a sequence's own end are padding; every anchor lies before them, so none is ever
+        # seen.
         padded = torch.nn.utils.rnn.pad_sequence([taps[n] for n in live], batch_first=True) if live else None
         context = drafter.context(padded) if live else []
         while live:
@@ -142,6 +149,9 @@ def _draft(
     for row, (sequence, anchor) in enumerate(where):
         tail = sequence.truth(anchor, full)
         truth[row, : len(tail)] = tail
+    # No block sees a state at or after its own anchor, so later ones need not even be looked at.
+    stop = max(anchor for _, anchor in where)
+    context = [(key[..., :stop, :], value[..., :stop, :]) for key, value in context]
     hidden = drafter(context, tokens.view(shape), anchors.to(device), sizes.view(shape).to(device), embedding)
     hidden = hidden.flatten(0, 1)[:, 1:]
     logits = drafter.logits(hidden, head).float()

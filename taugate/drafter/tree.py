@@ -1,11 +1,13 @@
-"""The draft tree of DDTree: best-first over the slot marginals (Ringel & Romano, arXiv 2604.12989, algorithm 1).
+"""The draft tree of DDTree: best-first over the slot marginals (Ringel & Romano, arXiv 2604.12989, algorithm
+1).
 
-A drafter's pass gives one distribution per slot. A node at depth d is a choice of one token for each of the slots
-1…d, written as the tuple of those tokens' ranks; its score is the sum of their log-probabilities. The heap of the
-published implementation pops nodes by descending score, equal scores by ascending rank tuple, and the tree of N
-nodes (root excluded) is the first N pops. So trees are nested, and a true continuation is accepted to the depth at
-which its own prefix is popped within N. No heap is needed for that: the pop number of a node is one more than the
-number of nodes that precede it, and those are counted, level by level, for many trees at once.
+A drafter's pass gives one distribution per slot. A node at depth d is a choice of one token for each of the
+slots 1…d, written as the tuple of those tokens' ranks; its score is the sum of their log-probabilities. The
+heap of the published implementation pops nodes by descending score, equal scores by ascending rank tuple, and
+the tree of N nodes (root excluded) is the first N pops. So trees are nested, and a true continuation is
+accepted to the depth at which its own prefix is popped within N. No heap is needed for that: the pop number
+of a node is one more than the number of nodes that precede it, and those are counted, level by level, for
+many trees at once.
 
 Scores are integers (log-probabilities in units of 2^-32), so that sums are exact and ties are ties.
 """
@@ -35,12 +37,13 @@ def scores(logprobs: Array, slots: Array | None = None) -> Array:
     return out
 
 
-def pop_numbers(score: Array, path: Array, limit: int) -> Array:
+def pop_numbers(score: Array, path: Array, limit: int) -> tuple[Array, Array]:
     """Pop number (1, 2, …) of every prefix of a path in its row's tree, `limit` + 1 where it exceeds `limit`.
 
-    score [R, L, K]: see `scores`; K ≥ min(limit, V), at most 2^18 rows.
-    path  [R, L]: rank of the true token in each slot, negative from where the truth ends.
-    Returns int64 [R, L]; it ascends along L, because a prefix is popped before what it is a prefix of.
+    score [R, L, K]: see `scores`; at most 2^18 rows. K ≥ min(limit, V) settles everything.
+    path  [R, L]: rank of the true token in each slot, K for any rank not below K, negative where the truth has ended.
+    Returns int64 [R, L], which ascends along L, because a prefix is popped before what it is a prefix of; and bool
+    [R]: rows that touched the end of a list of K < min(limit, V), whose numbers need a longer one.
     """
     width = score.shape[2]
     ranks = np.where((path < 0) | (path >= width), limit, path)
@@ -48,24 +51,26 @@ def pop_numbers(score: Array, path: Array, limit: int) -> Array:
     # Every node whose ranks are nowhere larger precedes it: Σ_k Π_{i≤k} (rank_i + 1) nodes, itself included.
     below = (ranks + 1.0).cumprod(1).cumsum(1) <= limit
     row, depth = np.nonzero(np.logical_and.accumulate(below, axis=1) & (ranks < width))
+    count, touched = _preceding(score, path, row, depth, own[row, depth], limit)
     out = np.full(path.shape, limit + 1, dtype=np.int64)
-    out[row, depth] = np.minimum(_preceding(score, path, row, depth, own[row, depth], limit), limit) + 1
-    return out
+    out[row, depth] = np.minimum(count, limit) + 1
+    unknown = np.zeros(len(path), dtype=bool)
+    unknown[row[touched & (count <= limit)]] = True
+    # A true token beyond the list matters if everything before it is in the tree.
+    reached = np.logical_and.accumulate(np.pad(out <= limit, ((0, 0), (1, 0)), constant_values=True)[:, :-1], axis=1)
+    return out, unknown | (reached & (path >= width)).any(1)
 
 
-def _preceding(score: Array, path: Array, row: Array, depth: Array, goal: Array, limit: int) -> Array:
-    """For each (row, depth): nodes popped before that prefix of the row's path; anything > limit once it exceeds it.
+def _preceding(score: Array, path: Array, row: Array, depth: Array, goal: Array, limit: int) -> tuple[Array, Array]:
+    """Nodes popped before each (row, depth) of a path (more than `limit` once exceeded), and who touched a list's end.
 
     The frontier holds the preceding nodes of one level, all trees in one flat array. What precedes is closed under
     taking prefixes, so the next level's are among its children, and as ranks descend in score, they are the first
     few children of each. `order` compares a node's ranks with the path's: -1 before, 0 a prefix of it, 1 after.
     """
     count = np.zeros(len(row), dtype=np.int64)
-    item, total, order = (
-        np.arange(len(row)),
-        np.zeros(len(row), dtype=np.int64),
-        np.zeros(len(row), dtype=np.int8),
-    )
+    touched = np.zeros(len(row), dtype=bool)
+    item, total, order = np.arange(len(row)), np.zeros(len(row), dtype=np.int64), np.zeros(len(row), dtype=np.int8)
     offset = np.arange(score.shape[0], dtype=np.int64)[:, None] * _ROW
     for level in range(score.shape[1]):
         where = row[item]
@@ -77,6 +82,7 @@ def _preceding(score: Array, path: Array, row: Array, depth: Array, goal: Array,
         if len(on):
             own = path[where[on], level]
             children[on] = np.where(depth[item[on]] == level, own, np.maximum(children[on], own + 1))
+        touched[item[children == score.shape[2]]] = True
         count += np.bincount(item, children, len(count)).astype(np.int64)
         keep = (children > 0) & (count[item] <= limit)
         if level + 1 == score.shape[1] or not keep.any():
@@ -87,13 +93,14 @@ def _preceding(score: Array, path: Array, row: Array, depth: Array, goal: Array,
         item, order, where = item[parent], order[parent], row[item[parent]]
         total = total[parent] + score[where, level, rank]
         order = np.where(order == 0, np.sign(rank - path[where, level]), order).astype(np.int8)
-    return count
+    return count, touched
 
 
 def expected_depth(logprobs: Array, budgets: list[int], slots: Array | None = None) -> Array:
     """Σ q(u) over the nodes u of each budget's tree: the accepted depth that the drafter itself predicts.
 
-    logprobs: see `scores`; a drafter whose marginals were the truth would have τ = 1 + this. Returns [R, budgets].
+    logprobs: see `scores`; a drafter whose marginals were the truth would have τ = 1 + this. Returns [R,
+    budgets].
     """
     limit = max(budgets)
     # Of the sums of two descending lists, the best `limit` are at (i, j) with (i+1)(j+1) ≤ limit.

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 class Fidelity:
     """On-policy rate: share of completion tokens that equal argmax(head · final_hidden) one position earlier.
 
-    decided: tokens judged; agreed: those that matched; near_ties: tokens left out because the margin of the two
-    best logits is below what the capture's noise can flip.
+    decided: tokens judged; agreed: those that matched; near_ties: tokens left out because the margin of the
+    two best logits is below what the capture's noise can flip.
     """
 
     decided: int

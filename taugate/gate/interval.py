@@ -1,7 +1,7 @@
 """How sure a τ is: intervals and what could be seen at all, clustered by prompt.
 
-Cycles of one prompt are not independent, so prompts are the unit: a per-cycle standard error covers a third of what
-it promises. τ is a ratio of sums, Σ tokens / Σ cycles, and is resampled and linearised as such.
+Cycles of one prompt are not independent, so prompts are the unit: a per-cycle standard error covers a third
+of what it promises. τ is a ratio of sums, Σ tokens / Σ cycles, and is resampled and linearised as such.
 """
 
 from __future__ import annotations
@@ -53,11 +53,15 @@ def resample(columns: Sequence[Column], statistic: Any, how: Bootstrap) -> tuple
     return float(drawn.low), float(drawn.high)
 
 
-def detectable(tokens: Column, cycles: Column, how: Bootstrap, minus: tuple[Column, Column] | None = None) -> float | None:
-    """The smallest true difference that this many prompts show 4 times in 5, at the interval's tail probability.
+def detectable(
+    tokens: Column, cycles: Column, how: Bootstrap, minus: tuple[Column, Column] | None = None
+) -> float | None:
+    """The smallest true difference that this many prompts show 4 times in 5, at the interval's tail
+    probability.
 
-    Of τ against a threshold, or with `minus` (another drafter's tokens and cycles on the same prompts, in the same
-    order) of the paired difference. (z_tail + z_0.8) standard errors of the linearised ratio. None below 2 prompts.
+    Of τ against a threshold, or with `minus` (another drafter's tokens and cycles on the same prompts, in the
+    same order) of the paired difference. (z_tail + z_0.8) standard errors of the linearised ratio. None below
+    2 prompts.
     """
     import numpy as np
     from scipy.stats import norm

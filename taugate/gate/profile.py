@@ -14,12 +14,13 @@ class Profile:
     """Of all cycles of a chain; a slot is counted from 1, the first drafted token.
 
     histogram: cycles that emitted 1, 2, … block-size tokens.
-    tried, matched: per slot, cycles in which all earlier slots matched and the text goes on, and those that matched
-    there too; their ratio is the conditional acceptance.
-    shrunk: cycles whose block was drafted short because of the length cap; cut: cycles that the end of the text cut.
-    whole, full: cycles that were neither, and those of them that emitted a full block.
-    predicted: for a tree, 1 + Σ q(u), what the drafter itself expects, mean over cycles that are whole; realised: the
-    mean that they emitted. overlap: Σ min(p, q) per slot, mean over all anchors, where target states were given.
+    tried, matched: per slot, cycles in which all earlier slots matched and the text goes on, and those that
+    matched there too; their ratio is the conditional acceptance.
+    shrunk: cycles whose block was drafted short because of the length cap; cut: cycles that the end of the
+    text cut. whole, full: cycles that were neither, and those of them that emitted a full block.
+    predicted: for a tree, 1 + Σ q(u), what the drafter itself expects, mean over cycles that are whole;
+    realised: the mean that they emitted. overlap: Σ min(p, q) per slot, mean over all anchors, where target
+    states were given.
     """
 
     histogram: tuple[int, ...]

@@ -1,10 +1,10 @@
 """τ, the mean acceptance length, with its interval.
 
-τ = emitted tokens / verification cycles, pooled over prompts. The bonus token of each cycle counts, the token that
-the prefill gives does not; the last cycle is cut at the end-of-text token or the length cap. Range 1…block size.
-`tau_macro` is the mean of the prompts' own τ; `tau_anchors` takes every position as an anchor instead of the chain.
-The interval is a bootstrap clustered by prompt: cycles of one prompt are not independent, and a per-cycle standard
-error covers a third of what it promises.
+τ = emitted tokens / verification cycles, pooled over prompts. The bonus token of each cycle counts, the token
+that the prefill gives does not; the last cycle is cut at the end-of-text token or the length cap. Range
+1…block size. `tau_macro` is the mean of the prompts' own τ; `tau_anchors` takes every position as an anchor
+instead of the chain. The interval is a bootstrap clustered by prompt: cycles of one prompt are not
+independent, and a per-cycle standard error covers a third of what it promises.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ class PromptTau:
 
 @dataclass(frozen=True)
 class Measurement:
-    """τ of one drafter under one verifier, with interval [low, high] and the two neighbours of τ under their names."""
+    """τ of one drafter under one verifier, with interval [low, high] and the two neighbours of τ under
+    their names.
+    """
 
     drafter: str
     drafter_sha256: str
@@ -56,7 +58,12 @@ class Measurement:
 
 
 def measure(
-    drafter: str, drafter_sha256: str, block_size: int, tables: Sequence[AnchorTable], verifier: Verifier, bootstrap: Bootstrap
+    drafter: str,
+    drafter_sha256: str,
+    block_size: int,
+    tables: Sequence[AnchorTable],
+    verifier: Verifier,
+    bootstrap: Bootstrap,
 ) -> Measurement:
     """Walk every table with `verifier` and pool. Raises EvidenceError when no prompt has a cycle."""
     per_prompt, everywhere, places = [], 0, 0

@@ -14,7 +14,10 @@ SUSPICIOUS_CYCLES = 30  # fewer full blocks in a row may be luck on easy text
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a gate decided. `drafter_sha256` is the checkpoint it is about, whatever its directory is called."""
+    """What a gate decided.
+
+    `drafter_sha256` is the checkpoint it is about, whatever its directory is called.
+    """
 
     gate: str
     outcome: Outcome
@@ -27,7 +30,10 @@ class Verdict:
 
 
 def threshold_verdict(m: Measurement, min_tau: float, min_prompts: int) -> Verdict:
-    """pass: low ≥ threshold. fail: high < threshold, or an implausible τ. Else, and below `min_prompts`, inconclusive."""
+    """pass: low ≥ threshold. fail: high < threshold, or an implausible τ.
+
+    Else, and below `min_prompts`, inconclusive.
+    """
     seen = f"τ({m.verifier}) of {m.drafter} is {m.tau:.3f} [{m.low:.3f}, {m.high:.3f}] over {m.prompts} prompts"
     wanted = f"min_tau is {min_tau:g}"
     if why := implausible(m):
@@ -44,12 +50,16 @@ def threshold_verdict(m: Measurement, min_tau: float, min_prompts: int) -> Verdi
 
 
 def implausible(m: Measurement) -> str | None:
-    """Why a τ cannot be believed however well it is measured, or None. topk is an upper bound, so it may be perfect."""
+    """Why a τ cannot be believed however well it is measured, or None.
+
+    topk is an upper bound, so it may be perfect.
+    """
     seen = m.profile
     if m.verifier.startswith("topk") or seen is None or seen.full < seen.whole or seen.whole < SUSPICIOUS_CYCLES:
         return None
     return (
-        f"every one of {seen.whole} whole cycles emitted a full block of {m.block_size}, which no drafter does on held-out "
+        f"every one of {seen.whole} whole cycles emitted a full block of {m.block_size}, which no drafter"
+        " does on held-out "
         "text: a state reaches its own slot, or these prompts were trained on"
     )
 
@@ -59,11 +69,17 @@ def _more(smallest: float | None) -> str:
     return f"measure more prompts{seen}"
 
 
-def reference_verdict(m: Measurement, reference: Measurement, margin: float, min_prompts: int, bootstrap: Bootstrap) -> Verdict:
-    """Paired by prompt. pass: low of the difference ≥ −margin. fail: its high < −margin. Else inconclusive."""
+def reference_verdict(
+    m: Measurement, reference: Measurement, margin: float, min_prompts: int, bootstrap: Bootstrap
+) -> Verdict:
+    """Paired by prompt. pass: low of the difference ≥ −margin. fail: its high < −margin.
+
+    Else inconclusive.
+    """
     difference, low, high = paired_interval(m, reference, bootstrap)
     seen = (
-        f"τ({m.verifier}) of {m.drafter} minus {reference.drafter} is {difference:+.3f} [{low:+.3f}, {high:+.3f}] "
+        f"τ({m.verifier}) of {m.drafter} minus {reference.drafter} is {difference:+.3f} [{low:+.3f},"
+        f" {high:+.3f}] "
         f"over {m.prompts} prompts"
     )
     wanted = f"max_loss_to_reference is {margin:g}"
@@ -76,11 +92,15 @@ def reference_verdict(m: Measurement, reference: Measurement, margin: float, min
     else:
         outcome = "inconclusive"
         why = f"{wanted} lies inside the interval; {_more(detectable_difference(m, reference, bootstrap))}"
-    return Verdict(f"{m.drafter} {m.verifier} against reference", outcome, f"{seen}; {why}", m.drafter, m.drafter_sha256)
+    return Verdict(
+        f"{m.drafter} {m.verifier} against reference", outcome, f"{seen}; {why}", m.drafter, m.drafter_sha256
+    )
 
 
 def fidelity_verdict(drafter: str, drafter_sha256: str, fidelity: Fidelity, min_on_policy: float) -> Verdict:
-    """Whether the states belong to the completions at all; if not, no τ computed from them is to be believed."""
+    """Whether the states belong to the completions at all; if not, no τ computed from them is to be
+    believed.
+    """
     seen = (
         f"{fidelity.rate:.4f} of {fidelity.decided} cached tokens are what the captured states predict "
         f"(near ties left out: {fidelity.near_tie_share:.2%})"

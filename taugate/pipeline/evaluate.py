@@ -66,7 +66,7 @@ def replay(
             continue  # the prefill's token already ended it: nothing was ever drafted
         states = data.states(sequence, taps)
         joined = torch.cat([states[tap] for tap in taps], dim=-1).float()
-        tables.append(anchor_table(model, sequence, joined, bundle.embedding, bundle.head, names))
+        tables.append(anchor_table(model, sequence, joined, bundle.embedding, bundle.head, names, predict=True))
         if number % 16 == 0 or number == len(data.sequences):
             say(f"replayed {drafter.name} on {number}/{len(data.sequences)} prompts")
     return tables

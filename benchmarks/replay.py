@@ -1,0 +1,158 @@
+"""How fast the replay is: against `dflash_generate`, against its own forwards, in its growth, on a GPU.
+
+    python benchmarks/replay.py                    the rows that need no GPU
+    python benchmarks/replay.py --device cuda      a drafter of the real Qwen3.6-27B-DFlash shape, random
+    weights
+
+Progress on stderr; the last line of stdout is JSON. On a CPU everything runs on one thread, both sides alike.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+sys.modules.setdefault("fla", None)  # type: ignore[arg-type]  # its kernels do not run on a CPU
+
+import torch  # noqa: E402
+
+from benchmarks.replay_gpu import real_shape  # noqa: E402
+from benchmarks.replay_pair import FIXTURES, FullAttentionPair, random_states  # noqa: E402
+from taugate.drafter.replay import Verifier, anchor_table, walk_together  # noqa: E402
+
+CHAIN = Verifier.parse("chain")
+BUDGETS = (8, 15, 16, 32, 64, 128, 256, 512, 1024)
+EVERYTHING = [CHAIN, Verifier.parse("topk-8"), *(Verifier.parse(f"ddtree-{n}") for n in BUDGETS)]
+
+
+def say(*words: object) -> None:
+    print(*words, file=sys.stderr, flush=True)
+
+
+def seconds(work: Callable[[], Any]) -> tuple[float, Any]:
+    start = time.perf_counter()
+    out = work()
+    return time.perf_counter() - start, out
+
+
+def against_the_public_tool(pair: FullAttentionPair, prompts: int, new: int) -> dict[str, Any]:
+    """Chained τ of the same checkpoint on the same prompts: dflash_generate, and the replay from cached
+    states.
+    """
+    texts = pair.prompts(prompts)
+    generate_s, runs = seconds(lambda: [pair.dflash_generate(ids, new) for ids in texts])
+    complete_s, sequences = seconds(lambda: pair.complete(texts, new))
+    capture_s, items = seconds(lambda: [(s, pair.states(s)) for s in sequences])
+    replay_s, walked = seconds(lambda: list(walk_together(pair.drafter, iter(items), pair.embedding, pair.head, CHAIN)))
+    wanted = [run.acceptance_lengths for run in runs]
+    found = [[cycle.emitted for cycle in cycles] for _, cycles in walked]
+    same = sum(a == b for a, b in zip(wanted, found, strict=True))
+    cycles = sum(map(len, wanted))
+    say(f"{prompts} prompts × {new} tokens, {cycles} cycles, {same} prompts with equal lengths")
+    return {
+        "replay_speedup": generate_s / replay_s,
+        "pair": pair.name,
+        "prompts": prompts,
+        "tokens": sum(map(sum, wanted)),
+        "tau": sum(map(sum, wanted)) / cycles,
+        "prompts_with_equal_lengths": same,
+        "dflash_generate_s": generate_s,
+        "replay_s": replay_s,
+        "completions_s": complete_s,
+        "capture_s": capture_s,
+        "whole_speedup_1_checkpoint": generate_s / (complete_s + capture_s + replay_s),
+        "whole_speedup_10_checkpoints": 10 * generate_s / (complete_s + capture_s + 10 * replay_s),
+    }
+
+
+def table_overhead(pair: FullAttentionPair, prompts: int, new: int, rounds: int = 5) -> dict[str, Any]:
+    """Table mode with every verifier against its own forwards; the best of alternating rounds, since CPUs
+    are shared.
+    """
+    sequences = pair.complete(pair.prompts(prompts), new)
+    items = [(s, pair.states(s)) for s in sequences]
+
+    def forwards() -> None:
+        for sequence, taps in items:
+            with torch.inference_mode():
+                context, anchors = pair.drafter.context(taps[None]), list(sequence.anchors())
+                for first in range(0, len(anchors), 32):
+                    some = torch.tensor([anchors[first : first + 32]])
+                    tokens = torch.tensor([sequence.token_ids])[0][some]
+                    upto = [(k[..., : some.max(), :], v[..., : some.max(), :]) for k, v in context]
+                    sizes = torch.full_like(some, pair.drafter.config.block_size)
+                    hidden = pair.drafter(upto, tokens, some, sizes, pair.embedding)
+                    pair.drafter.logits(hidden[0, :, 1:], pair.head)
+
+    def table() -> None:
+        for sequence, taps in items:
+            anchor_table(pair.drafter, sequence, taps, pair.embedding, pair.head, EVERYTHING)
+
+    both = [(seconds(forwards)[0], seconds(table)[0]) for _ in range(rounds)]
+    forward_s, table_s = min(f for f, _ in both), min(t for _, t in both)
+    return {
+        "table_over_forwards": table_s / forward_s,
+        "forwards_s": forward_s,
+        "table_s": table_s,
+        "verifiers": len(EVERYTHING),
+    }
+
+
+def growth(prompts: int, new: int) -> dict[str, Any]:
+    """One walk over random states: time per token and peak memory. Run in a process of its own."""
+    drafter, embedding, head = random_states.drafter()
+    items = random_states.stream(drafter, embedding, head, prompts, new)
+    spent, walked = seconds(lambda: list(walk_together(drafter, items, embedding, head, CHAIN, prompts_per_batch=16)))
+    tokens = sum(cycle.emitted for _, cycles in walked for cycle in cycles)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    return {"prompts": prompts, "new_tokens": new, "us_per_token": 1e6 * spent / tokens, "peak_mib": peak}
+
+
+def in_a_process(prompts: int, new: int) -> dict[str, Any]:
+    command = [sys.executable, __file__, "--growth", str(prompts), str(new)]
+    out = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
+    found = json.loads(out.stdout.splitlines()[-1])
+    say("growth", found)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--pair", type=Path, default=FIXTURES / "qwen3", help="directory with target/ and drafter/")
+    parser.add_argument("--prompts", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=256, help="new tokens per prompt")
+    parser.add_argument("--quick", action="store_true", help="small sizes: does every row run?")
+    parser.add_argument(
+        "--growth", type=int, nargs=2, metavar=("PROMPTS", "TOKENS"), help="one row of the growth table"
+    )
+    args = parser.parse_args()
+    if args.device == "cuda":
+        print(json.dumps(real_shape(say, quick=args.quick)))
+        return
+    torch.set_num_threads(1)
+    if args.growth:
+        print(json.dumps(growth(*args.growth)))
+        return
+    pair = FullAttentionPair.load(args.pair)
+    prompts, tokens = (4, 24) if args.quick else (args.prompts, args.tokens)
+    result = against_the_public_tool(pair, prompts, tokens)
+    say("against dflash_generate", result)
+    result |= table_overhead(pair, min(8, prompts), min(96, tokens))
+    say("table", result["table_over_forwards"])
+    sizes = [(2, 16), (4, 16)] if args.quick else [(16, 256), (64, 256), (256, 256), (16, 1024), (16, 4096)]
+    result["growth"] = [in_a_process(*size) for size in sizes]
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
