@@ -10,7 +10,13 @@ from taugate.host.record import WindowSettings
 from taugate.host.window import Window
 from tests_infra.gatehost import configured, stub_host
 
-FAST = {"canary_input_ids": (5, 6, 7), "escalate_after_s": 1.0, "free_timeout_s": 30.0, "start_timeout_s": 60.0, "poll_s": 0.1}
+FAST = {
+    "canary_input_ids": (5, 6, 7),
+    "escalate_after_s": 1.0,
+    "free_timeout_s": 30.0,
+    "start_timeout_s": 60.0,
+    "poll_s": 0.1,
+}
 
 
 def window_on(embedded, tmp_path, **settings):
