@@ -9,6 +9,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 REPORTS := .taugate/reports
 STAMP := $(VENV)/.installed
+PARITY := $(VENV)/.parity
 OK := 'import sys; sys.exit(sys.version_info < (3, 11))'
 # The first Python that is new enough, python3 preferred; PYTHON=… on the command line decides otherwise.
 PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \
@@ -34,11 +35,11 @@ gate: $(STAMP)
 	$(BIN)/pytest -m gpu_window --junitxml=$(REPORTS)/gate.xml \
 		$(if $(DRAFTER),--drafter '$(DRAFTER)') $(if $(PROMPTS),--set completions.limit=$(PROMPTS)) $(ARGS)
 
-test: $(STAMP)
+test: $(STAMP) $(PARITY)
 	$(BIN)/pytest -n 2 -m "not gpu_window and not slow" --junitxml=$(REPORTS)/test.xml
 	$(BIN)/pytest -m gpu_window --profile embedded --junitxml=$(REPORTS)/gate.xml
 
-test-all: $(STAMP)
+test-all: $(STAMP) $(PARITY)
 	$(BIN)/pytest -n 2 --junitxml=$(REPORTS)/test.xml
 	$(BIN)/pytest -m gpu_window --profile embedded --junitxml=$(REPORTS)/gate.xml
 
@@ -49,8 +50,11 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 
 # The public DFlash implementation, to compare with. Its own pins contradict ours, so it is installed without them.
-parity: $(STAMP)
+parity: $(PARITY)
+
+$(PARITY): $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps dflash==0.1.0
+	@touch $@
 
 clean:
 	rm -rf $(VENV) .taugate .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
