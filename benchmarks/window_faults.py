@@ -17,9 +17,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from fixtures.testhost.matrix import Row, perform  # noqa: E402
+from fixtures.testhost.matrix import Row, Scenario, perform  # noqa: E402
 from fixtures.testhost.rootfs import rootfs  # noqa: E402
 from fixtures.testhost.scenarios_host import scenarios  # noqa: E402
+from taugate.errors import HostError  # noqa: E402
 
 
 def line(row: Row) -> str:
@@ -27,6 +28,14 @@ def line(row: Row) -> str:
     foreign = "alive" if row.foreign_alive else "KILLED"
     verdict = f"  VIOLATION: {row.violation}" if row.violation else ""
     return f"{row.name:<52} {row.outcome:<9} {row.downtime_s:>8.1f} {began:>8} {foreign:>7}{verdict}"
+
+
+def play(scenario: Scenario, directory: Path) -> Row:
+    """A row also for a host that did not come up."""
+    try:
+        return perform(scenario, directory)
+    except HostError as error:
+        return Row(scenario.name, scenario.expected, "no host", 0.0, None, True, str(error), 0.0)
 
 
 def main() -> int:
@@ -43,7 +52,7 @@ def main() -> int:
         tempfile.TemporaryDirectory(prefix="taugate-faults-") as folder,
         ThreadPoolExecutor(given.jobs) as pool,
     ):
-        futures = [pool.submit(perform, one, Path(folder) / str(n)) for n, one in enumerate(chosen)]
+        futures = [pool.submit(play, one, Path(folder) / str(n)) for n, one in enumerate(chosen)]
         for future in futures:
             rows.append(future.result())
             print(line(rows[-1]), flush=True)

@@ -16,6 +16,7 @@ from taugate.host.host import Host, HostSettings
 from taugate.host.renewer import Renewer
 from taugate.host.transport import Completed
 from taugate.host.window import Phase, Window, WindowSettings
+from tests_infra import fakehost
 from tests_infra.fakehost import SERVICE, FakeTransport, World, fake_host
 
 FAULTS = ["rc1", "lost", "lost-after", "host-error", "host-error-after", "ctrl-c", "ctrl-c-after", "exit",
@@ -25,9 +26,7 @@ VALUES = WindowSettings((1, 2, 3), window_id="w1", owner="me@here", persist_s=10
 
 
 def window_on(world, on_event=None, **changes):
-    return Window(
-        fake_host(world), replace(VALUES, **changes), on_event, clock=world.clock, sleep=world.sleep
-    )
+    return Window(fake_host(world), replace(VALUES, **changes), on_event, clock=world.clock, sleep=world.sleep)
 
 
 def use(world, window):
@@ -66,6 +65,7 @@ def test_a_window_without_trouble():
     assert world.log == ["arm", "stop", "job", "start", "disarm"]
     record = window.record.to_json()
     assert record["outcome"] == "restored" and record["canary"]["same"] and record["escalations"] == []
+    assert record["gpus_before_mib"] == record["gpus_after_mib"] == {"GPU-a": 47004} and record["notes"] == []
     assert 3 < record["downtime_s"] < 60 and record["identity_before"] == record["identity_after"]
     window.close()
     assert world.log[-1] == "disarm"
@@ -132,9 +132,7 @@ def test_any_faults_in_any_world(faults, leftover, killable, starts_fail, change
 def test_a_stop_that_the_host_gets_round_to_after_the_interrupt(late):
     reference = World()
     window_on(reference).open()
-    stop_step = next(
-        step for step, name in enumerate(reference.names) if name.startswith("taugate-host stop")
-    )
+    stop_step = next(step for step, name in enumerate(reference.names) if name.startswith("taugate-host stop"))
     world = World()
     world.faults = {stop_step: f"ctrl-c-late-{late}"}
     window = window_on(world)
@@ -205,11 +203,7 @@ def test_memory_that_cannot_be_freed_gives_the_server_back():
     world.leftover, world.killable = True, False
     window = window_on(world)
     error = use(world, window)
-    assert (
-        isinstance(error, WindowError)
-        and "were not free 120 s after" in str(error)
-        and "pid 101" in str(error)
-    )
+    assert isinstance(error, WindowError) and "were not free 120 s after" in str(error) and "pid 101" in str(error)
     assert window.record.outcome == "restored" and "job" not in world.log and world.serving
     # It was in the snapshot and in the control group, with the same start time: then it may be killed by pid
     # too.
@@ -218,9 +212,7 @@ def test_memory_that_cannot_be_freed_gives_the_server_back():
 
 def test_another_model_after_the_start_is_broken_and_stays_guarded():
     world = World()
-    window = window_on(
-        world, lambda event: setattr(world, "model_path", "/x") if event.phase is Phase.HELD else None
-    )
+    window = window_on(world, lambda event: setattr(world, "model_path", "/x") if event.phase is Phase.HELD else None)
     error = use(world, window)
     assert isinstance(error, WindowError)
     assert "model_path was '/models/m' and is '/x'" in str(error) and "stays armed" in str(error)
@@ -364,6 +356,15 @@ def test_a_stop_that_never_ends_is_given_up():
     error = use(world, window)
     assert isinstance(error, DeadlineError) and "the stop of sglang-fake.service on fake" in str(error)
     assert window.record.outcome == "restored" and world.serving and not world.armed
+
+
+def test_a_server_that_comes_back_with_less_memory_is_noted(monkeypatch):
+    world = World()
+    window = window_on(
+        world, lambda event: monkeypatch.setattr(fakehost, "LOADED_MIB", 40004) if event.phase is Phase.HELD else None
+    )
+    assert use(world, window) is None
+    assert window.record.notes == ["GPU-a held 47004 MiB before and holds 40004 MiB now"]
 
 
 def test_a_window_needs_a_canary():

@@ -14,6 +14,7 @@ from taugate.host.restore import Restore
 from taugate.host.sglang import Generation
 
 _TRIES = 3
+_SAME_MEMORY = 0.05
 
 
 class Handback:
@@ -82,7 +83,20 @@ class Handback:
         self._record.downtime_s = self._clock() - stopped_at
         self._record.start_s = self._clock() - begun
         self._record.canary = compare_canary(self._canary, answers[0])
+        self._compare_memory()
         return True
+
+    def _compare_memory(self) -> None:
+        """Note GPUs on which the server does not hold what it held before; by itself that breaks nothing."""
+        try:
+            now = {gpu.uuid: gpu.used_mib for gpu in self._host.gpus().gpus}
+        except HostError as error:
+            self._record.notes.append(f"the GPU memory after the restore is unknown: {error}")
+            return
+        self._record.gpus_after_mib = now
+        for uuid, before in self._record.gpus_before_mib.items():
+            if abs(now.get(uuid, 0) - before) > _SAME_MEMORY * before:
+                self._record.notes.append(f"{uuid} held {before} MiB before and holds {now.get(uuid, 0)} MiB now")
 
     def _disarm(self) -> bool:
         """False if the server has stopped again: a stop that was still under way came last."""

@@ -88,6 +88,8 @@ class WindowRecord:
     start_s: float | None = None
     escalations: list[str] = field(default_factory=list)
     canary: dict[str, Any] = field(default_factory=dict)
+    gpus_before_mib: dict[str, int] = field(default_factory=dict)
+    gpus_after_mib: dict[str, int] = field(default_factory=dict)
     identity_before: ServerIdentity | None = None
     identity_after: ServerIdentity | None = None
     lease_lost: str = ""

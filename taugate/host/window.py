@@ -87,6 +87,7 @@ class Window:
         self.record.identity_before = self.host.server.identity()
         self._canary = take_canary(self.host, self.settings)
         before = look_before(self.host)
+        self.record.gpus_before_mib = {gpu.uuid: gpu.used_mib for gpu in before.gpus.gpus}
         self._journal.event(Phase.SERVING, f"{self.record.identity_before.model_id}; {before.gpus.describe()}")
         self._opened = True
         try:
