@@ -128,6 +128,9 @@ def in_a_process(prompts: int, new: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument(
+        "--real-shape", action="store_true", help="the rows of --device cuda, on a CPU too (with --quick)"
+    )
     parser.add_argument("--pair", type=Path, default=FIXTURES / "qwen3", help="directory with target/ and drafter/")
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=256, help="new tokens per prompt")
@@ -136,10 +139,11 @@ def main() -> None:
         "--growth", type=int, nargs=2, metavar=("PROMPTS", "TOKENS"), help="one row of the growth table"
     )
     args = parser.parse_args()
-    if args.device == "cuda":
-        print(json.dumps(real_shape(say, quick=args.quick)))
+    if args.device == "cpu":
+        torch.set_num_threads(1)
+    if args.real_shape or args.device == "cuda":
+        print(json.dumps(real_shape(say, args.device, quick=args.quick)))
         return
-    torch.set_num_threads(1)
     if args.growth:
         print(json.dumps(growth(*args.growth)))
         return
