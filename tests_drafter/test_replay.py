@@ -8,6 +8,7 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from taugate.drafter.judge import Drafts, judge
 from taugate.drafter.replay import Verifier, anchor_table, walk, walk_together
 from taugate.drafter.tree import scores
 from taugate.errors import EvidenceError
@@ -129,3 +130,24 @@ def test_damaged_logits_are_an_error_and_no_number():
     ((sequence, taps),) = items
     with pytest.raises(EvidenceError, match="not finite"):
         anchor_table(model, sequence, taps * float("nan"), embedding, head, VERIFIERS)
+
+
+def test_equal_logits_are_ranked_by_token():
+    """As argmax and a stable sort do; most logits here have equals, also beyond the lists looked at."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randint(0, 3, (60, 4, 300), generator=generator).float()
+    truth = torch.randint(0, 300, (60, 4), generator=generator).numpy()
+    truth[::2, 0] = logits[::2, 0].argmax(-1)
+    names = ("chain", "topk-50", "topk-120", "topk-250", "ddtree-90", "ddtree-700")
+    found = judge(Drafts(logits, truth, np.full(60, 4)), [Verifier.parse(name) for name in names]).accepted
+    order = logits.sort(dim=-1, descending=True, stable=True)
+    ranks = (order.indices == torch.from_numpy(truth)[..., None]).int().argmax(-1).numpy()
+    for name in names[:4]:
+        size = Verifier.parse(name).size
+        assert found[name].tolist() == np.logical_and.accumulate(ranks < size, axis=1).sum(1).tolist(), name
+    listed = scores((order.values - logits.logsumexp(-1, keepdim=True)).double().numpy())
+    for row in range(60):
+        heap = oracles.heap_order(listed[row], 700)
+        for size in (90, 700):
+            assert found[f"ddtree-{size}"][row] == oracles.depth_in(heap[:size], ranks[row].tolist())
+    assert len(set(found["ddtree-700"].tolist())) > 1
