@@ -77,9 +77,7 @@ def lease(stage, tmp_path):
 
 
 def job(stage, argv=("true",), window="w1", **env):
-    return run_job(
-        stage, argv, window_id=window, number=2, service="a.service", work_dir="/w", deadline_s=60, env=env
-    )
+    return run_job(stage, argv, window_id=window, number=2, service="a.service", work_dir="/w", deadline_s=60, env=env)
 
 
 def test_arming_loads_the_timer_and_ends_what_an_earlier_window_left(stage, lease, tmp_path):
@@ -180,6 +178,7 @@ def test_the_job_command(stage):
     assert stage.ran() == [
         "--quiet", "--collect", "--wait", "--pipe", "--unit=taugate-job-w1-2",
         "--property=Conflicts=a.service", "--property=After=a.service", "--property=RuntimeMaxSec=60",
+        "--property=TimeoutStopSec=10",
         "--property=WorkingDirectory=/w", "--setenv=A=b c", "--setenv=TAUGATE_JOB=py -c 'x $y'",
         "/bin/sh", "-c", 'eval "$TAUGATE_HELPER"', "taugate-host", "inside", "w1", "a.service",
     ]  # fmt: skip

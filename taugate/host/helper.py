@@ -54,6 +54,7 @@ alarm() { # STATE TEXT
 
 restore() { # SERVICE PORT STATE: start it, and stay until it serves; systemd begins again when this fails
     say warning "restoring $1"
+    systemctl kill --signal=SIGKILL "$JOBS" 2>/dev/null # its results are lost: no time for its manners
     systemctl stop "$JOBS"
     systemctl reset-failed "$1"
     systemctl start "$1" || { alarm "$3" "$1 cannot be started"; return 1; }
@@ -104,7 +105,7 @@ job) # ID N SERVICE SECONDS DIR COMMAND [--setenv=NAME=VALUE ...]
     done
     exec systemd-run --quiet --collect --wait --pipe --unit="taugate-job-$id-$n" \
         --property=Conflicts="$service" --property=After="$service" \
-        --property=RuntimeMaxSec="$seconds" \
+        --property=RuntimeMaxSec="$seconds" --property=TimeoutStopSec=10 \
         --property=WorkingDirectory="$dir" "$@" --setenv=TAUGATE_JOB="$command" \
         --setenv=TAUGATE_HELPER="$TAUGATE_HELPER" \
         /bin/sh -c 'eval "$TAUGATE_HELPER"' taugate-host inside "$id" "$service" ;;
