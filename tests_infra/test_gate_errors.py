@@ -87,12 +87,16 @@ class TestOneSentenceEach:
 
     def test_drafter_of_another_target(self, embedded, tmp_path):
         raw = json.loads((ROOT / "fixtures/embedded/pair/drafters/candidate/config.json").read_text())
-        other = tmp_path / "other"
-        other.mkdir()
-        (other / "config.json").write_text(json.dumps({**raw, "num_target_layers": 64}))
-        (other / "model.safetensors").write_bytes(b"")
-        sentence = refused(embedded, tmp_path, f"drafters.candidate={other}", error=CheckpointError)
-        assert "64 layers" in sentence and "8 layers" in sentence
+        for changed, said in (
+            ({"num_target_layers": 64}, "64 layers of width 256 does not fit target target with 8 layers"),
+            ({"vocab_size": 9}, "a vocabulary of 9 does not fit target target, which has 4096"),
+            ({"dflash_config": {**raw["dflash_config"], "target_layer_ids": [0, 7]}}, "taps the last layer 7"),
+        ):
+            other = tmp_path / str(len(said))
+            other.mkdir()
+            (other / "config.json").write_text(json.dumps({**raw, **changed}))
+            (other / "model.safetensors").write_bytes(b"")
+            assert said in refused(embedded, tmp_path, f"drafters.candidate={other}", error=CheckpointError)
 
     def test_downtime_over_budget(self, embedded, tmp_path):
         sentence = refused(embedded, tmp_path, "host.downtime_budget=10s", error=PreflightError)

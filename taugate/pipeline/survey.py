@@ -137,6 +137,10 @@ class Survey:
                     f"a drafter with a vocabulary of {drafter.vocab_size} does not fit target {target.name}, "
                     f"which has {target.vocab_size}"
                 )
+            if outside := [tap for tap in drafter.target_layer_ids if not 0 <= tap < target.num_layers]:
+                raise CheckpointError(
+                    f"a drafter taps layers {outside}, but target {target.name} has layers 0…{target.num_layers - 1}"
+                )
             if target.num_layers - 1 in drafter.target_layer_ids:
                 raise CheckpointError(
                     f"a drafter taps the last layer {target.num_layers - 1}, which trainers take before or after the "
