@@ -43,7 +43,7 @@ BLOCK, GAMMA = 8, 4.0
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of one pair. taps: target layers that the drafter reads; heads have 64 or 32 dimensions, two share a key."""
+    """Sizes of one pair. taps: target layers that the drafter reads; two query heads share a key head."""
 
     vocab: int
     hidden: int
@@ -137,7 +137,8 @@ def train_target(model, ids: Tensor, held: Tensor, args, device: str) -> None:
     with torch.no_grad(), torch.autocast(device, torch.bfloat16):
         starts = torch.randint(0, len(held) - args.length - 1, (args.batch,))
         say(
-            f"target held-out loss {next_token_loss(model, windows(held, starts, args.length, device)).item():.3f} nats/token"
+            f"target held-out loss {next_token_loss(model, windows(held, starts, args.length, device)).item():.3f}"
+            " nats/token"
         )
 
 
@@ -231,8 +232,10 @@ def last_index(tokens: Tensor, prompts: Tensor, end: int) -> Tensor:
 def drafter_config(args) -> dict:
     shape = args.shape
     return {
-        "architectures": ["DFlashDraftModel"], "model_type": "qwen3", "hidden_size": shape.hidden, "intermediate_size": args.draft_inner,
-        "num_hidden_layers": args.draft_layers, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": shape.head_dim,
+        "architectures": ["DFlashDraftModel"], "model_type": "qwen3",
+        "hidden_size": shape.hidden, "intermediate_size": args.draft_inner,
+        "num_hidden_layers": args.draft_layers,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": shape.head_dim,
         "vocab_size": shape.vocab, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "max_position_embeddings": 4096,
         "layer_types": ["full_attention"] * args.draft_layers, "num_target_layers": shape.layers, "block_size": BLOCK,
         "tie_word_embeddings": False, "dtype": "bfloat16",
@@ -256,12 +259,13 @@ def save_drafter(drafter: Drafter, args, name: str, step: int, tau: float) -> No
 
 def train_drafter(model, made: tuple[Tensor, Tensor], held: tuple[Tensor, Tensor], args, device: str, end: int) -> None:
     drafter = Drafter(parse_config(drafter_config(args), "drafter")).to(device)
-    for name, parameter in drafter.named_parameters():
+    for parameter in drafter.parameters():
         if parameter.ndim == 2:
             torch.nn.init.normal_(parameter, std=0.02)
     if args.resume:
         drafter.load_state_dict(load_file(args.resume / "model.safetensors"))
-    say(f"drafter {sum(p.numel() for p in drafter.parameters()) / 1e6:.2f}M parameters, taps {args.shape.taps}, block {BLOCK}")
+    size = sum(p.numel() for p in drafter.parameters()) / 1e6
+    say(f"drafter {size:.2f}M parameters, taps {args.shape.taps}, block {BLOCK}")
     embedding = model.get_input_embeddings().weight.detach().float()
     data, prompts = made[0].to(device), made[1].to(device)
     taps = args.shape.taps
@@ -327,7 +331,8 @@ def train_drafter(model, made: tuple[Tensor, Tensor], held: tuple[Tensor, Tensor
 def make_target(ids: Tensor, held: Tensor, args, device: str, end: int):
     shape = args.shape
     common = dict(
-        vocab_size=shape.vocab, hidden_size=shape.hidden, intermediate_size=args.target_inner, num_hidden_layers=shape.layers,
+        vocab_size=shape.vocab, hidden_size=shape.hidden, intermediate_size=args.target_inner,
+        num_hidden_layers=shape.layers,
         num_attention_heads=4, num_key_value_heads=2, head_dim=shape.head_dim, tie_word_embeddings=True,
         max_position_embeddings=4096, eos_token_id=end, pad_token_id=end, bos_token_id=None,
     )  # fmt: skip
@@ -335,7 +340,9 @@ def make_target(ids: Tensor, held: Tensor, args, device: str, end: int):
         config = Qwen3Config(**common)
         model = Qwen3ForCausalLM(config).to(device)
     else:
-        linear = dict(linear_num_key_heads=4, linear_num_value_heads=8, linear_key_head_dim=32, linear_value_head_dim=32)
+        linear = dict(
+            linear_num_key_heads=4, linear_num_value_heads=8, linear_key_head_dim=32, linear_value_head_dim=32
+        )
         config = Qwen3_5TextConfig(**common, **linear)
         model = Qwen3_5ForCausalLM(config).to(device)
     say(f"target {sum(p.numel() for p in model.parameters()) / 1e6:.2f}M parameters, layers {config.layer_types}")

@@ -28,8 +28,9 @@ def acquire(
     """Complete every prompt, capture the states that the store lacks, fetch the head bundle.
 
     armed: whether the server may be asked and a window opened; always: open one even if nothing is missing;
-    dry_run: record the plan and stop there. Raises HostError and CheckpointError (nothing was touched), StoreError when states are missing
-    and no window may be opened, PreflightError with the server untouched, WindowError and JobError.
+    dry_run: record the plan and stop there. Raises HostError and CheckpointError (nothing was touched), StoreError
+    when states are missing and no window may be opened, PreflightError with the server untouched, WindowError and
+    JobError.
     """
     survey = Survey(host, config, drafters, say)
     data = survey.dataset(ask=armed and not dry_run)
