@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 
 import pytest
@@ -85,7 +86,21 @@ class TestOneSentenceEach:
         sentence = refused(embedded, tmp_path, f"drafters.candidate={tmp_path}/gone", error=CheckpointError)
         assert f"{tmp_path}/gone does not exist" in sentence
 
+    def test_drafter_with_damaged_weights(self, embedded, tmp_path):
+        """Known before the host is contacted, not after its server was stopped."""
+        cut = tmp_path / "cut"
+        shutil.copytree(ROOT / "fixtures/embedded/pair/drafters/candidate", cut)
+        weights = cut / "model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:-1000])
+        sentence = refused(embedded, tmp_path, f"drafters.candidate={cut}", error=CheckpointError)
+        assert str(weights) in sentence and "copy" in sentence
+
     def test_drafter_of_another_target(self, embedded, tmp_path):
+        import torch
+        from safetensors.torch import save_file
+
+        from taugate.drafter.checkpoint import expected_shapes, read_config
+
         raw = json.loads((ROOT / "fixtures/embedded/pair/drafters/candidate/config.json").read_text())
         for changed, said in (
             ({"num_target_layers": 64}, "64 layers of width 256 does not fit target target with 8 layers"),
@@ -95,7 +110,8 @@ class TestOneSentenceEach:
             other = tmp_path / str(len(said))
             other.mkdir()
             (other / "config.json").write_text(json.dumps({**raw, **changed}))
-            (other / "model.safetensors").write_bytes(b"")
+            weights = {name: torch.zeros(shape) for name, shape in expected_shapes(read_config(other)).items()}
+            save_file(weights, other / "model.safetensors")
             assert said in refused(embedded, tmp_path, f"drafters.candidate={other}", error=CheckpointError)
 
     def test_downtime_over_budget(self, embedded, tmp_path):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from taugate.config_schema import GateConfig, GateRule
-from taugate.drafter.checkpoint import DrafterConfig, identity, read_config
+from taugate.drafter.checkpoint import DrafterConfig, identity, read_config, read_tensors
 from taugate.drafter.replay import AnchorTable, Verifier, anchor_table
 from taugate.errors import ConfigError
 from taugate.gate.fidelity import Fidelity, on_policy
@@ -42,6 +42,7 @@ def read_drafters(config: GateConfig) -> tuple[list[Judged], Judged | None]:
 
 def _judged(name: str, path: Path) -> Judged:
     config = read_config(path)
+    read_tensors(path, config)  # unusable weights must be known before a server is stopped for them
     return Judged(name, path, identity(path), config)
 
 
