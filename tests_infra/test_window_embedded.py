@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from fixtures.embedded.launch import EmbeddedHost
 from fixtures.host import _settings
+from taugate.errors import HostError
 from taugate.host.host import connect
 from taugate.host.record import WindowSettings
 from taugate.host.window import Window
@@ -49,3 +51,8 @@ def test_a_process_of_somebody_else_is_never_killed(tmp_path):
             assert window.record.escalations and str(foreign) not in " ".join(window.record.escalations)
             assert embedded.used_mib()[0] > 41_500, "both hold their memory again"
         assert window.record.outcome == "restored"
+
+
+def test_an_unknown_fault_is_said_at_once(tmp_path):
+    with pytest.raises(HostError, match="ended instead of starting: .*'nonsense'; known are memory-stays"):
+        EmbeddedHost(tmp_path / "host", engine="stub", faults=["nonsense"]).start()
