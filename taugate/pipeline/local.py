@@ -15,10 +15,11 @@ from taugate.errors import StoreError
 from taugate.pipeline.dataset import Dataset
 from taugate.pipeline.prompts import Prompt, read_prompts
 from taugate.pipeline.remote import PACKAGE
-from taugate.target.capture import code_sha256, pick_device, run
+from taugate.target.capture import code_sha256, pick_device
 from taugate.target.checkpoint import read_target
 from taugate.target.head import write_bundle
 from taugate.target.store import FINAL_HIDDEN, StateIdentity, StateStore, tap_name
+from taugate.target.worker import run
 
 
 def shipped_sequences(prompts: Path, completions: Path, max_new_tokens: int) -> list[CachedSequence]:

@@ -1,29 +1,43 @@
-"""Capture hidden states on the host: one sequence, one forward, one safetensors file.
-
-    python -m taugate.target.capture --spec spec.json --out DIR
-
-The spec is JSON: {"model_path", "kernel_path", "dtype", "device", "taps": [L, …], "sequences": [{"key", "token_ids"}]}.
-Progress goes to stdout as JSON lines. Files that are complete already are kept, so an interrupted run goes on where
-it stopped. Batch 1 per forward: batching changes the numbers.
+"""Hidden states of a target, computed: token ids in, `tap.L` and `final_hidden` out. Batch 1 per forward: batching
+changes the numbers. The job around it is `taugate.target.worker`, which `python -m taugate.target.capture` runs.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
-import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from taugate.errors import CheckpointError, TaugateError
+from taugate.errors import CheckpointError
 from taugate.files import sha256_file, sha256_json
-from taugate.target.kernels import kernel_path
 from taugate.target.store import FINAL_HIDDEN, tap_name
 
 # What decides the numbers of a state. A change here makes old states unusable, which is the point.
 CODE = ("target/capture.py", "target/kernels.py")
+
+
+@dataclass(frozen=True)
+class LayerDone:
+    """All prompts went through `layer` of `of`; `bytes` of weights were read for it; `left_s` is an estimate."""
+
+    layer: int
+    of: int
+    prompts: int
+    bytes: int
+    left_s: float
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class SequenceDone:
+    """The states of sequence `index`: tensors [S, H] in bfloat16 on the CPU, `tap.L` and `final_hidden`."""
+
+    index: int
+    tensors: dict[str, Any]
 
 
 def code_sha256(package: Path) -> str:
@@ -60,6 +74,20 @@ class Capture:
             raise CheckpointError(f"taps {outside} are outside the target's layers 0…{layers - 1}")
         self.model_type = model.config.get_text_config().model_type
 
+    @classmethod
+    def from_spec(cls, spec: dict[str, Any], device: str) -> Capture:
+        """The capture that a job's spec describes, see `taugate.target.worker`."""
+        return cls(spec["model_path"], spec["kernel_path"], spec["dtype"], device, spec["taps"], spec.get("threads"))
+
+    def facts(self) -> dict[str, Any]:
+        """What is worth remembering about how the states were computed, as JSON."""
+        return {"name": "resident"}
+
+    def states(self, sequences: Sequence[list[int]]) -> Iterator[LayerDone | SequenceDone]:
+        """States of every sequence, each as soon as it is complete, and progress in between."""
+        for index, token_ids in enumerate(sequences):
+            yield SequenceDone(index, self(token_ids))
+
     def __call__(self, token_ids: list[int]) -> dict[str, Any]:
         """Tensors [S, H] in bfloat16 on the CPU: `tap.L` for each tap and `final_hidden`."""
         import torch
@@ -89,58 +117,7 @@ class Capture:
         return states
 
 
-def run(spec: dict[str, Any], out: Path) -> Iterator[dict[str, Any]]:
-    """Capture what is missing in `out` and yield progress events; the last one is {"event": "done", …}."""
-    from safetensors.torch import save_file
-
-    out.mkdir(parents=True, exist_ok=True)
-    todo = [s for s in spec["sequences"] if not (out / f"{s['key']}.safetensors").is_file()]
-    done = len(spec["sequences"]) - len(todo)
-    device = pick_device(spec["device"])
-    yield {"event": "loading", "done": done, "of": len(spec["sequences"]), "device": device}
-    evidence: dict[str, Any] = {}
-    if todo:
-        capture = Capture(
-            spec["model_path"], spec["kernel_path"], spec["dtype"], device, spec["taps"], spec.get("threads")
-        )
-        with kernel_path(spec["kernel_path"], capture.model_type, device) as ran:
-            start = time.monotonic()
-            for number, sequence in enumerate(todo, 1):
-                partial = out / f".{sequence['key']}.partial"
-                save_file(capture(sequence["token_ids"]), partial)
-                if number == 1:
-                    ran.require()  # a wrong path is known after one forward, not after all of them
-                partial.replace(out / f"{sequence['key']}.safetensors")
-                spent = time.monotonic() - start
-                yield {
-                    "event": "state",
-                    "done": done + number,
-                    "of": len(spec["sequences"]),
-                    "tokens": len(sequence["token_ids"]),
-                    "left_s": round(spent / number * (len(todo) - number), 1),
-                }
-            evidence = ran.require()
-    files = {s["key"]: sha256_file(out / f"{s['key']}.safetensors") for s in spec["sequences"]}
-    yield {"event": "done", "kernels": evidence, "files": files, "device": device}
-
-
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--spec", type=Path, required=True, help="JSON file, see above")
-    parser.add_argument("--out", type=Path, required=True, help="directory for KEY.safetensors")
-    args = parser.parse_args(argv)
-    spec = json.loads(args.spec.read_text())
-    if spec["kernel_path"] == "torch":
-        sys.modules.setdefault("fla", None)  # type: ignore[arg-type]  # importing it costs ten seconds for nothing
-    try:
-        for event in run(spec, args.out):
-            print(json.dumps(event), flush=True)
-    except TaugateError as error:
-        print(json.dumps({"event": "error", "sentence": str(error)}), flush=True)
-        print(error, file=sys.stderr)
-        return 1
-    return 0
-
-
 if __name__ == "__main__":
+    from taugate.target.worker import main
+
     sys.exit(main())
