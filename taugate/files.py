@@ -6,19 +6,20 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 _CHUNK = 1 << 20
 
 
-def sha256_file(path: Path) -> str:
-    """Hex SHA-256 of a file's bytes."""
+def sha256_file(path: Path, on_read: Callable[[int], None] = lambda count: None) -> str:
+    """Hex SHA-256 of a file's bytes. `on_read` gets the number of bytes of each chunk, for progress."""
     digest = hashlib.sha256()
     with open(path, "rb") as stream:
         while chunk := stream.read(_CHUNK):
             digest.update(chunk)
+            on_read(len(chunk))
     return digest.hexdigest()
 
 

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 
 from taugate.errors import CheckpointError, TaugateError
 from taugate.files import sha256_file
-from taugate.target.checkpoint import read_target, weight_shards
+from taugate.target.checkpoint import read_target
+from taugate.target.shards import shard_files
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -44,7 +45,7 @@ def write_bundle(model_path: Path, out: Path) -> str:
 
     info = read_target(model_path)
     found: dict[str, Tensor] = {}
-    for shard in weight_shards(model_path):
+    for shard in shard_files(model_path):
         with safe_open(shard, framework="pt") as stream:
             for name in set(stream.keys()) & {*EMBEDDING_KEYS, *HEAD_KEYS}:
                 found["head" if name in HEAD_KEYS else "embedding"] = stream.get_tensor(name)
