@@ -199,4 +199,6 @@ def _changed(config: GateConfig, sources: Mapping[str, str]) -> frozenset[str]:
 
 
 def _show(value: Any) -> str:
+    if isinstance(value, dict):
+        return f"{len(value)} entries"
     return ", ".join(map(str, value)) or "none" if isinstance(value, (list, tuple)) else str(value)

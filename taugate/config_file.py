@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from pydantic import BaseModel, ValidationError
 
-from taugate.config_schema import SECTIONS, GateRule, HostProfile
+from taugate.config_schema import SECTIONS, BudgetRule, GateRule, HostProfile
 from taugate.errors import ConfigError
 
 _ARRAY = re.compile(r"\s*\[\[\s*([^\[\]]+?)\s*\]\]")
@@ -58,7 +58,7 @@ class ConfigFile:
                 )
             for name, table in content.items():
                 self._check_table(f"profile.{name}", table, HostProfile)
-                self._check_values(f"profile.{name}", table)
+                self._check_values(f"profile.{name}", table, HostProfile)
             self.profiles = content
         elif section == "gate":
             if not isinstance(content, list):
@@ -69,6 +69,8 @@ class ConfigFile:
             self.gates = len(content)
         elif section in SECTIONS:
             self._check_table(section, content, SECTIONS[section])
+            if section == "numerics":
+                self._check_budgets(content.get("budget", {}))
             self.keys |= {f"{section}.{key}": value for key, value in content.items()}
         else:
             known = [*SECTIONS, "default_profile", "profile", "gate"]
@@ -82,15 +84,23 @@ class ConfigFile:
                 known = [f"{where}.{name}" for name in model.model_fields]
                 self._fail(f"{where}.{key}", f"unknown key {where}.{key}{closest(f'{where}.{key}', known)}")
 
-    def _check_values(self, where: str, table: dict[str, Any]) -> None:
+    def _check_budgets(self, budgets: Any) -> None:
+        if not isinstance(budgets, dict):
+            self._fail("numerics.budget", "each budget is its own [numerics.budget.NAME] table")
+        for name, table in budgets.items():
+            self._check_table(f"numerics.budget.{name}", table, BudgetRule)
+            self._check_values(f"numerics.budget.{name}", table, BudgetRule)
+
+    def _check_values(self, where: str, table: dict[str, Any], model: type[BaseModel]) -> None:
         """Values of every profile: a mistake in one that is not in use shows before the day it is needed."""
         try:
-            HostProfile.model_validate(table)
+            model.model_validate(table)
         except ValidationError as error:
-            for detail in error.errors():
+            for detail in sorted(error.errors(), key=lambda detail: detail["type"] == "missing"):
                 if detail["loc"]:  # without one it is about completeness, which overrides may still provide
-                    key = f"{where}.{detail['loc'][0]}"
-                    self._fail(key, f"{key} = {detail['input']!r}: {reason(detail)}")
+                    key = ".".join([where, *map(str, detail["loc"])])
+                    given = "" if detail["type"] == "missing" else f" = {detail['input']!r}"
+                    self._fail(key, f"{key}{given}: {reason(detail)}")
 
     def _fail(self, key: str, what: str) -> NoReturn:
         raise ConfigError(f"{self.place(key)}: {what}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from datetime import date
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -149,6 +150,22 @@ class Fidelity(Section):
     noise: Annotated[Number, Field(ge=0, lt=1)] = 0.005
 
 
+class BudgetRule(Section):
+    """What one path may be off at one level: a limit for each quantity, why it is that, and since when."""
+
+    level: Literal["core", "layer", "propagated", "logits"]
+    dtype: Literal["fp32", "tf32", "bf16"]
+    path: Text
+    unit: Literal["f", "relative", "ratio", "nats", "share"]
+    limits: dict[Text, Annotated[Number, Field(ge=0)]]
+    reason: Text
+    date: date
+
+
+class Numerics(Section):
+    budget: dict[Text, BudgetRule] = {}
+
+
 class WindowTimes(Section):
     ttl: Duration = 600.0
     stop_timeout: Duration = 120.0
@@ -179,6 +196,7 @@ class GateConfig(Section):
     gate: tuple[GateRule, ...] = ()
     statistics: Statistics = Statistics()
     fidelity: Fidelity = Fidelity()
+    numerics: Numerics = Numerics()
     window: WindowTimes = WindowTimes()
     store: Store = Store()
     report: Report = Report()

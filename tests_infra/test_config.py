@@ -137,6 +137,15 @@ MISTAKES = {
         '[[gate]]\nverifier = "chain"',
         "gate.0: needs min_tau, max_loss_to_reference or both",
     ),
+    "budget without a reason": (
+        "[numerics.budget.x]\nlimits = { output = 2 }",
+        "line 1: numerics.budget.x.level: Field required",
+    ),
+    "budget with a bad limit": (
+        '[numerics.budget.x]\nlevel = "core"\nlimits = { output = -1 }',
+        "line 3: numerics.budget.x.limits.output = -1: ",
+    ),
+    "unknown key of a budget": ("[numerics.budget.x]\nlimit = 2", "unknown key numerics.budget.x.limit; did you"),
     "empty rule": ("[[gate]]", "line 1: gate.0: needs min_tau"),
     "one bracket": ("[gate]\nmin_tau = 3", "double brackets"),
     "true as a number": ("[completions]\nlimit = true", "must be a number"),
