@@ -51,5 +51,9 @@ class KernelPathError(TaugateError):
     """Another implementation ran than the one that was asked for."""
 
 
+class GpuMemoryError(TaugateError):
+    """A capture does not fit in the GPU memory that it may take."""
+
+
 class EvidenceError(TaugateError):
     """A number was asked for that the data cannot support."""
