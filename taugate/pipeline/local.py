@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import json
-import tempfile
-from collections.abc import Callable, Sequence
-from importlib import metadata
+from collections.abc import Sequence
 from pathlib import Path
 
 from filelock import FileLock
 
 from taugate.drafter.replay import CachedSequence
 from taugate.errors import StoreError
+from taugate.pipeline.bar import CaptureBar, Say
 from taugate.pipeline.dataset import Dataset
 from taugate.pipeline.prompts import Prompt, read_prompts
-from taugate.pipeline.remote import PACKAGE
-from taugate.target.capture import code_sha256, pick_device
+from taugate.target.capture import pick_device
 from taugate.target.checkpoint import read_target
 from taugate.target.head import write_bundle
-from taugate.target.store import FINAL_HIDDEN, StateIdentity, StateStore, tap_name
-from taugate.target.worker import run
+from taugate.target.here import LOCK, Wanted, capture_into_store, identity_here
+from taugate.target.store import StateStore
 
 
 def shipped_sequences(prompts: Path, completions: Path, max_new_tokens: int) -> list[CachedSequence]:
@@ -52,76 +50,22 @@ def capture_here(
     kernel_path: str = "torch",
     dtype: str = "float32",
     device: str = "cpu",
-    say: Callable[[str], None] = lambda _: None,
+    say: Say = lambda _: None,
 ) -> Dataset:
     """Capture what the store below `root` lacks, with this machine's torch, and return the data set.
 
     Safe to call from several processes: one captures, the others wait and find it done. Raises CheckpointError,
-    KernelPathError.
+    KernelPathError, JobError.
     """
     target = read_target(model_path)
-    where = pick_device(device)
-    kept = [
-        "torch",
-        "transformers",
-        *(["flash-linear-attention", "fla-core", "triton"] if kernel_path == "fla" else []),
-    ]
-    identity = StateIdentity(
-        target=target.name,
-        weights_sha256=target.weights_sha256,
-        tokenizer_sha256=target.tokenizer_sha256,
-        dtype=dtype,
-        kernel_path=kernel_path,
-        device=where if where == "cpu" else _gpu_name(),
-        versions={name: metadata.version(name) for name in kept},
-        capture_code_sha256=code_sha256(PACKAGE),
-    )
-    store = StateStore(root, target.name)
+    wanted = Wanted(kernel_path, dtype, device, tuple(sorted(taps)))
+    identity, store = identity_here(target, wanted, pick_device(device)), StateStore(root, target.name)
     bundle = root / "heads" / f"{target.weights_sha256}.safetensors"
-    data = Dataset(target, tuple(sequences), identity, store, bundle)
-    names = [*map(tap_name, taps), FINAL_HIDDEN]
     root.mkdir(parents=True, exist_ok=True)
-    with FileLock(root / "producing.lock"):
+    with FileLock(root / LOCK):
         if not bundle.is_file():
             write_bundle(model_path, bundle)
-        missing = [s for s in sequences if store.missing(data.key(s), names)]
-        if missing:
-            _produce(model_path, missing, data, sorted(taps), where, say)
-    return data
-
-
-def _produce(
-    model_path: Path,
-    missing: Sequence[CachedSequence],
-    data: Dataset,
-    taps: list[int],
-    device: str,
-    say: Callable[[str], None],
-) -> None:
-    spec = {
-        "model_path": str(model_path),
-        "kernel_path": data.identity.kernel_path,
-        "dtype": data.identity.dtype,
-        "device": device,
-        "taps": taps,
-        "sequences": [{"key": data.key(s), "token_ids": list(s.token_ids)} for s in missing],
-    }
-    with tempfile.TemporaryDirectory(dir=data.store.root.parent.parent) as scratch:
-        for event in run(spec, Path(scratch)):
-            if event["event"] == "state" and event["done"] % 16 == 0:
-                say(f"captured {event['done']}/{event['of']} sequences here, {event['left_s']:.0f} s left")
-        for sequence in missing:
-            key = data.key(sequence)
-            provenance = {"host": "this machine", "kernels": event["kernels"], "device": event["device"]}
-            data.store.adopt(
-                key,
-                Path(scratch) / f"{key}.safetensors",
-                data.identity.fields(sequence.token_ids),
-                provenance,
-            )
-
-
-def _gpu_name() -> str:
-    import torch
-
-    return torch.cuda.get_device_name()
+    bar = CaptureBar(say)
+    for event in capture_into_store(model_path, [s.token_ids for s in sequences], wanted, root):
+        bar(event)
+    return Dataset(target, tuple(sequences), identity, store, bundle)

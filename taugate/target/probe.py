@@ -36,11 +36,10 @@ NEEDED = ("torch", "transformers", "safetensors")
 
 def probe(model_path: Path, memo: Path) -> dict[str, Any]:
     """{"python", "versions", "missing", "target"}; raises CheckpointError for an unusable checkpoint."""
-    versions = {name: _version(name) for name in PACKAGES}
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     return {
         "python": platform.python_version(),
-        "versions": {name: version for name, version in versions.items() if version},
+        "versions": installed_versions(),
         "missing": missing,
         "fla": importlib.util.find_spec("fla") is not None,
         "cuda": _torch_cuda(),
@@ -57,6 +56,11 @@ def _torch_cuda() -> str | None:
         return None
     found = re.search(r"^cuda\b[^=]*=\s*['\"]([^'\"]+)", file.read_text(), re.MULTILINE)
     return found[1] if found else None
+
+
+def installed_versions() -> dict[str, str]:
+    """Versions of those of PACKAGES that are installed."""
+    return {name: version for name in PACKAGES if (version := _version(name))}
 
 
 def _version(name: str) -> str | None:

@@ -1,66 +1,131 @@
-"""The capture as a job: what is missing is captured, and one safetensors file is written for each sequence.
+"""Capture hidden states: for each sequence one safetensors file with `tap.L` and `final_hidden`, [S, H] in bfloat16.
 
+    python -m taugate.target.capture --model DIR --sequences FILE --taps 1,3,5 --store .taugate
     python -m taugate.target.capture --spec spec.json --out DIR
 
-The spec is JSON: {"model_path", "kernel_path", "dtype", "device", "taps": [L, …], "sequences": [{"key", "token_ids"}]},
-and if wanted "final_hidden" (true), "engine" ("auto"), "max_gpu_memory" (MiB on each GPU, context included), "threads".
-Progress goes to stdout as JSON lines. Files that are complete already are kept, so an interrupted run goes on where
-it stopped.
+The first form captures what the store lacks. FILE holds a JSON object a line with `token_ids`, or with `prompt_ids` and
+`output_ids`. The second form is the job on a host: the spec is JSON, {"model_path", "kernel_path", "dtype", "device",
+"taps": [L, …], "sequences": [{"key", "token_ids"}]}, and if wanted "final_hidden" (true), "engine" ("auto"),
+"max_gpu_memory" (MiB on each GPU, context included), "threads"; results are KEY.safetensors and KEY.json.
+
+Progress goes to stdout as JSON lines. What is complete already is kept, so a run that was killed goes on where it
+stopped, and a second one does nothing.
 """
 
 from __future__ import annotations
 
 import argparse
+import errno
 import json
+import os
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from taugate.errors import TaugateError
-from taugate.files import sha256_file
+from taugate.errors import JobError, TaugateError
 from taugate.target.capture import Capture, LayerDone, pick_device
 from taugate.target.kernels import kernel_path
+from taugate.target.layout import open_layout
+from taugate.target.results import Results, complete_sequences, read_spec
+
+_FULL = {errno.ENOSPC: "is full", errno.EDQUOT: "is over its quota", errno.EFBIG: "takes no file of this size"}
 
 
 def run(spec: dict[str, Any], out: Path) -> Iterator[dict[str, Any]]:
-    """Capture what is missing in `out` and yield progress events; the last one is {"event": "done", …}."""
-    from safetensors.torch import save_file
+    """Capture what is missing in `out` and yield progress events; the last one is {"event": "done", …}.
 
+    Events: {"event": "loading", "done", "of", "device"}; {"event": "layer", …} of `LayerDone`; {"event": "state",
+    "done", "of", "tokens", "bytes", "left_s"} after each file. Raises CheckpointError before anything is loaded,
+    KernelPathError, and JobError when memory or disk run out; complete files stay.
+    """
     out.mkdir(parents=True, exist_ok=True)
-    todo = [s for s in spec["sequences"] if not (out / f"{s['key']}.safetensors").is_file()]
-    done = len(spec["sequences"]) - len(todo)
+    results = Results(out)
+    results.sweep()
+    files = complete_sequences(spec, out)
+    todo, total = [s for s in spec["sequences"] if s["key"] not in files], len(spec["sequences"])
     device = pick_device(spec["device"])
-    yield {"event": "loading", "done": done, "of": len(spec["sequences"]), "device": device}
-    evidence: dict[str, Any] = {}
-    engine: dict[str, Any] = {}
-    if todo:
-        capture = Capture.from_spec(spec, device)
-        with kernel_path(spec["kernel_path"], capture.model_type, device) as ran:
-            start, finished = time.monotonic(), 0
-            for event in capture.states([s["token_ids"] for s in todo]):
-                if isinstance(event, LayerDone):
-                    yield {"event": "layer", **event.to_json()}
-                    continue
-                if not finished:
-                    ran.require()  # a wrong path is known after one sequence, not after all of them
-                sequence = todo[event.index]
-                partial = out / f".{sequence['key']}.partial"
-                save_file(event.tensors, partial)
-                partial.replace(out / f"{sequence['key']}.safetensors")
-                finished += 1
-                spent = time.monotonic() - start
-                yield {
-                    "event": "state",
-                    "done": done + finished,
-                    "of": len(spec["sequences"]),
-                    "tokens": len(sequence["token_ids"]),
-                    "left_s": round(spent / finished * (len(todo) - finished), 1),
-                }
-            evidence, engine = ran.require(), capture.facts()
-    files = {s["key"]: sha256_file(out / f"{s['key']}.safetensors") for s in spec["sequences"]}
-    yield {"event": "done", "kernels": evidence, "engine": engine, "files": files, "device": device}
+    yield {"event": "loading", "done": len(files), "of": total, "device": device}
+    cost: dict[str, Any] = {"tokens": 0, "load_s": 0.0, "seconds": 0.0}
+    with _one_sentence(out, files, total):
+        if todo:
+            begun = time.monotonic()
+            open_layout(Path(spec["model_path"]))  # an unusable checkpoint is known before a GPU is touched
+            capture = Capture.from_spec(spec, device)
+            cost["load_s"] = round(time.monotonic() - begun, 1)
+            yield from _captured(capture, spec, todo, results, files, device, cost)
+    yield {"event": "done", "files": files, "device": device, **cost}
+
+
+def _captured(
+    capture: Capture,
+    spec: dict[str, Any],
+    todo: list[dict[str, Any]],
+    results: Results,
+    files: dict[str, dict[str, Any]],
+    device: str,
+    cost: dict[str, Any],
+) -> Iterator[dict[str, Any]]:
+    """Capture `todo`, write each sequence as soon as it is there, and add it to `files`."""
+    total, start, finished = len(spec["sequences"]), time.monotonic(), 0
+    with kernel_path(spec["kernel_path"], capture.model_type, device) as ran:
+        for event in capture.states([s["token_ids"] for s in todo]):
+            if isinstance(event, LayerDone):
+                yield {"event": "layer", **event.to_json()}
+                continue
+            key, token_ids = todo[event.index]["key"], todo[event.index]["token_ids"]
+            # What ran is proved before the first file is written, and again with each one.
+            facts = {"kernels": ran.require(), "engine": capture.facts(), "device": device}
+            files[key] = results.write(key, token_ids, event.tensors, facts)
+            finished += 1
+            spent = time.monotonic() - start
+            cost |= {"tokens": cost["tokens"] + len(token_ids), "seconds": round(spent, 2)}
+            yield {
+                "event": "state",
+                "done": len(files),
+                "of": total,
+                "tokens": len(token_ids),
+                "bytes": sum(record["bytes"] for record in files.values()),
+                "left_s": round(spent / finished * (len(todo) - finished), 1),
+            }
+
+
+@contextmanager
+def _one_sentence(out: Path, files: dict[str, Any], total: int) -> Iterator[None]:
+    """Turn an exhausted disk, GPU or memory into one sentence that says what is kept and what to do."""
+    try:
+        yield
+    except TaugateError:
+        raise
+    except Exception as error:
+        kept = f"{len(files)} of {total} sequences are captured and stay, and the next run goes on from there"
+        if said := _disk(error):
+            raise JobError(f"the disk of {out} {said}: make room there; {kept}") from error
+        if said := _memory(error):
+            raise JobError(f"{said}; {kept}") from error
+        raise
+
+
+def _disk(error: BaseException) -> str | None:
+    if isinstance(error, OSError):
+        return _FULL.get(error.errno or 0)
+    # safetensors writes in Rust, and gives the number in its text only.
+    known = ((text, code) for code, text in _FULL.items()) if type(error).__name__ == "SafetensorError" else ()
+    return next((text for text, code in known if f"os error {code})" in str(error)), None)
+
+
+def _memory(error: BaseException) -> str | None:
+    text = str(error)
+    if type(error).__name__ in ("OutOfMemoryError", "AcceleratorError") and "memory" in text:
+        return (
+            f"the GPU has too little memory for the capture ({text.splitlines()[0].rstrip('.')}): set capture.engine "
+            'to "streamed" or capture.max_gpu_memory to less, or use shorter prompts'
+        )
+    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "allocate memory" in text):
+        return "the host has too little memory for the capture: end what else runs there, or use shorter prompts"
+    return None
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -69,17 +134,60 @@ def main(argv: list[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--spec", type=Path, required=True, help="JSON file, see above")
-    parser.add_argument("--out", type=Path, required=True, help="directory for KEY.safetensors")
+    parser.add_argument("--spec", type=Path, help="JSON file of a job, see above; goes with --out")
+    parser.add_argument("--out", type=Path, help="directory for KEY.safetensors and KEY.json")
+    parser.add_argument("--model", help="checkpoint: a directory, or ORG/NAME in the Hugging Face cache")
+    parser.add_argument("--sequences", type=Path, help="JSON lines with token ids, see above")
+    parser.add_argument("--taps", type=_layers, default=[], help="decoder layers, 0-based, separated by commas")
+    parser.add_argument("--no-final-hidden", dest="final_hidden", action="store_false", help="only the taps")
+    parser.add_argument("--store", type=Path, default=Path(".taugate"), help="default: %(default)s")
+    parser.add_argument("--kernel-path", choices=("torch", "fla"), default="torch", help="default: %(default)s")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="default: %(default)s")
+    parser.add_argument("--device", default="auto", help="cpu, cuda, or auto: a GPU if there is one")
+    parser.add_argument("--engine", default="auto", help="resident, streamed, or auto: by the memory that is free")
+    parser.add_argument("--max-gpu-memory", type=int, metavar="MiB", help="on each GPU, context included")
+    parser.add_argument("--threads", type=int, help="threads of torch on a CPU")
     args = parser.parse_args(argv)
-    spec = json.loads(args.spec.read_text())
-    if spec["kernel_path"] == "torch":
-        sys.modules.setdefault("fla", None)  # type: ignore[arg-type]  # importing it costs ten seconds for nothing
+    job, here = (bool(args.spec), bool(args.out)), (bool(args.model), bool(args.sequences))
+    if {job, here} != {(True, True), (False, False)}:
+        parser.error("give either --spec and --out, or --model and --sequences")
     try:
-        for event in run(spec, args.out):
+        for event in _job(args) if args.spec else _into_store(args):
             print(json.dumps(event), flush=True)
     except TaugateError as error:
         print(json.dumps({"event": "error", "sentence": str(error)}), flush=True)
         print(error, file=sys.stderr)
         return 1
     return 0
+
+
+def _job(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    spec = read_spec(args.spec)
+    _prepare(spec["kernel_path"])
+    return run(spec, args.out)
+
+
+def _into_store(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    from taugate.target.here import Wanted, capture_into_store, read_sequences
+
+    options = {"engine": args.engine, "max_gpu_memory": args.max_gpu_memory, "threads": args.threads}
+    wanted = Wanted(args.kernel_path, args.dtype, args.device, tuple(args.taps), args.final_hidden, options)
+    _prepare(args.kernel_path)
+    return capture_into_store(args.model, read_sequences(args.sequences), wanted, args.store)
+
+
+def _prepare(kernel_path: str) -> None:
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # transformers' own bar; ours is made from the events
+    if kernel_path == "torch":
+        sys.modules.setdefault("fla", None)  # type: ignore[arg-type]  # importing it costs ten seconds for nothing
+
+
+def _layers(text: str) -> list[int]:
+    try:
+        return sorted({int(part) for part in text.split(",") if part.strip()})
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of layers such as 1,3,5") from None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

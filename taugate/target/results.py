@@ -1,0 +1,126 @@
+"""Results of a capture on their way: KEY.safetensors with the states and KEY.json that says what they are.
+
+    python -m taugate.target.results --spec spec.json --out DIR
+
+tells which sequences of a capture's spec are complete in DIR, as one JSON line. A state is complete when its KEY.json
+is there: it is written last. The states file is the same on every run, so it holds tensors and nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from taugate.errors import CheckpointError, TaugateError
+from taugate.files import sha256_file, sha256_json, write_atomic
+from taugate.target.shards import read_header
+from taugate.target.store import FINAL_HIDDEN, tap_name
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def wanted_names(spec: Mapping[str, Any]) -> list[str]:
+    """Names of the tensors that a spec asks for, for each of its sequences."""
+    return [*map(tap_name, spec["taps"]), *([FINAL_HIDDEN] if spec.get("final_hidden", True) else [])]
+
+
+@dataclass(frozen=True)
+class Results:
+    """The directory of a capture's results."""
+
+    directory: Path
+
+    def file(self, key: str) -> Path:
+        return self.directory / f"{key}.safetensors"
+
+    def complete(self, key: str, token_ids: Sequence[int], names: Sequence[str]) -> dict[str, Any] | None:
+        """What KEY.json says if all `names` of these tokens are there, else None. Reads headers, not contents."""
+        try:
+            record = json.loads((self.directory / f"{key}.json").read_text(encoding="utf-8"))
+            there = read_header(self.file(key))
+        except (OSError, json.JSONDecodeError, UnicodeDecodeError, CheckpointError):
+            return None
+        fits = all(name in there and there[name].shape[0] == len(token_ids) for name in names)
+        return record if fits and record.get("tokens_sha256") == sha256_json(list(token_ids)) else None
+
+    def write(
+        self, key: str, token_ids: Sequence[int], tensors: Mapping[str, Tensor], facts: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Write one sequence: the states under another name, synced, renamed, then KEY.json. Returns the latter.
+
+        Raises OSError or safetensors' own error when the disk does not take it; nothing half is left then.
+        """
+        from safetensors.torch import save_file
+
+        partial = self.directory / f".{key}.{os.getpid()}.partial"
+        try:
+            save_file(dict(sorted(tensors.items())), partial)
+            with open(partial, "rb+") as stream:
+                os.fsync(stream.fileno())
+            digest, size = sha256_file(partial), partial.stat().st_size
+            partial.replace(self.file(key))
+        finally:
+            partial.unlink(missing_ok=True)
+        record = {
+            "sha256": digest,
+            "bytes": size,
+            "names": sorted(tensors),
+            "tokens": len(token_ids),
+            "tokens_sha256": sha256_json(list(token_ids)),
+            **facts,
+        }
+        write_atomic(self.directory / f"{key}.json", json.dumps(record))
+        return record
+
+    def forget(self, key: str) -> None:
+        """Remove the files of one sequence: they are elsewhere by now."""
+        self.file(key).unlink(missing_ok=True)
+        (self.directory / f"{key}.json").unlink(missing_ok=True)
+
+    def sweep(self) -> None:
+        """Remove what killed writers left half written."""
+        for pattern in (".*.partial", ".*.json.*"):
+            for path in self.directory.glob(pattern):
+                path.unlink(missing_ok=True)
+
+
+def complete_sequences(spec: Mapping[str, Any], out: Path) -> dict[str, dict[str, Any]]:
+    """The records of those sequences of `spec` that are complete in `out`, by key."""
+    names, results = wanted_names(spec), Results(out)
+    found = {s["key"]: results.complete(s["key"], s["token_ids"], names) for s in spec["sequences"]}
+    return {key: record for key, record in found.items() if record}
+
+
+def read_spec(path: Path) -> dict[str, Any]:
+    """A capture's spec. Raises CheckpointError if the file is unusable."""
+    try:
+        spec = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(spec["sequences"], list) and isinstance(spec["taps"], list):
+            return spec
+        raise KeyError("sequences")
+    except (OSError, json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path} is no capture spec ({error}); `--help` shows what it holds") from None
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--spec", type=Path, required=True, help="the capture's spec")
+    parser.add_argument("--out", type=Path, required=True, help="the capture's directory")
+    args = parser.parse_args(argv)
+    try:
+        print(json.dumps({"event": "done", "files": complete_sequences(read_spec(args.spec), args.out)}), flush=True)
+    except TaugateError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
