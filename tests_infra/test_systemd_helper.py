@@ -177,9 +177,9 @@ def test_the_job_command(stage):
     job(stage, ["py", "-c", "x $y"], A="b c")
     assert stage.ran() == [
         "--quiet", "--collect", "--wait", "--pipe", "--unit=taugate-job-w1-2",
-        "--property=Conflicts=a.service", "--property=After=a.service", "--property=RuntimeMaxSec=60",
-        "--property=TimeoutStopSec=10",
-        "--property=WorkingDirectory=/w", "--setenv=A=b c", "--setenv=TAUGATE_JOB=py -c 'x $y'",
+        "--property=RuntimeMaxSec=60", "--property=WorkingDirectory=/w",
+        "--setenv=TAUGATE_JOB=env 'A=b c' py -c 'x $y'", "--setenv=TAUGATE_UID=", "--setenv=TAUGATE_GID=",
+        "--property=Conflicts=a.service", "--property=After=a.service", "--property=TimeoutStopSec=10",
         "/bin/sh", "-c", 'eval "$TAUGATE_HELPER"', "taugate-host", "inside", "w1", "a.service",
     ]  # fmt: skip
 

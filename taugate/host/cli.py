@@ -1,4 +1,4 @@
-"""python -m taugate host status|plan|restore: looking at a host by hand, and bringing its server back."""
+"""python -m taugate host …: looking at a host by hand, bringing its server back, giving a user rights on it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from taugate.errors import ConfigError, TaugateError, WindowError
-from taugate.host import status
+from taugate.host import install, status
 from taugate.host.host import HostSettings, connect
 from taugate.host.record import WindowSettings
 
@@ -24,10 +24,19 @@ def main(argv: Sequence[str]) -> int:
     given = _parser().parse_args(argv)
     try:
         settings, window, job_s = _settings(given)
+        if given.command in ("install", "uninstall") and given.print:
+            print(_script(given, settings))
+            return OK
         with connect(settings) as host:
             if given.command == "restore":
                 model = status.restore(host, given.deadline, given.force)
                 print(f"{settings.service} on {host.name} serves {model} again; windows may be opened")
+                return OK
+            if given.command == "install":
+                print(install.install(host, _login_user(given, settings)))
+                return OK
+            if given.command == "uninstall":
+                print(install.uninstall(host))
                 return OK
             found = status.look(host)
             print("\n".join(found.lines()))
@@ -44,6 +53,19 @@ def main(argv: Sequence[str]) -> int:
         return USAGE
 
 
+def _login_user(given: argparse.Namespace, settings: HostSettings) -> str:
+    user = given.for_user or settings.user
+    if not user:
+        raise ConfigError("whose login is the helper for? name the user with --for USER")
+    return user
+
+
+def _script(given: argparse.Namespace, settings: HostSettings) -> str:
+    if given.command == "uninstall":
+        return install.uninstaller()
+    return install.installer([settings.service], _login_user(given, settings), settings.work_dir)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m taugate", description=__doc__.splitlines()[0])
     groups = parser.add_subparsers(required=True, metavar="host")
@@ -53,6 +75,8 @@ def _parser() -> argparse.ArgumentParser:
         "status": "is it serving, who has it, may a window be opened",
         "plan": "the exact commands of a window and the worst case; changes nothing",
         "restore": "start the server, prove that it serves, and let windows open again",
+        "install": "let a login user who is not root open windows: a helper of root's, and one sudoers line for it",
+        "uninstall": "remove what install has put there",
     }
     for name, text in texts.items():
         command = commands.add_parser(name, help=text, description=text)
@@ -63,6 +87,10 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--key", type=Path, help="SSH key")
         command.add_argument("--known-hosts", type=Path, help="the known_hosts file to trust")
         command.add_argument("--work-dir", help="the directory of windows on the host")
+        if name in ("install", "uninstall"):
+            command.add_argument("--print", action="store_true", help="print the script that root would run there")
+        if name == "install":
+            command.add_argument("--for", dest="for_user", metavar="USER", help="the login user; default the profile's")
         if name == "restore":
             command.add_argument("--force", action="store_true", help="also while a window is open; its job is stopped")
             command.add_argument("--deadline", type=float, default=1800.0, help="seconds to wait for the server")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 from taugate.errors import HostError
 from taugate.host import gpus
+from taugate.host.helper import Helper
 from taugate.host.local import LocalTransport
 from taugate.host.sglang import SGLangClient
 from taugate.host.transport import Transport
@@ -22,7 +23,8 @@ class HostSettings:
     """What a profile of gate.toml says about a host. Paths without a note are on the host; port numbers are
     TCP.
 
-    key, known_hosts: files on this machine. expected_model_id None: whatever is served is accepted.
+    key, known_hosts: files on this machine. expected_model_id None: whatever is served is accepted. sudo:
+    changes are made through the installed helper; None: unless the login user is root.
     """
 
     service: str
@@ -38,6 +40,7 @@ class HostSettings:
     work_dir: str = "/var/tmp/taugate"
     cgroup_root: str = "/sys/fs/cgroup"
     expected_model_id: str | None = None
+    sudo: bool | None = None
 
 
 class Host:
@@ -56,6 +59,11 @@ class Host:
     @property
     def work_dir(self) -> str:
         return self.settings.work_dir
+
+    @property
+    def helper(self) -> Helper:
+        """What makes changes there."""
+        return Helper(self.transport, bool(self.settings.sudo))
 
     @property
     def remote_python(self) -> str:
@@ -77,8 +85,9 @@ class Host:
         return (told, "the server's own last start") if told else (DEFAULT_START_S, "assumed, nothing is known")
 
     def by_hand(self, command: str) -> str:
-        """The line a person types on this machine to run `command` on the host."""
+        """The line a person types on this machine to run `command` on the host, as root."""
         settings = self.settings
+        command = f"sudo {command}" if settings.sudo else command
         if settings.transport == "local":
             return command
         port = f"-p {settings.port} " if settings.port != 22 else ""
@@ -118,8 +127,8 @@ def connect(settings: HostSettings) -> Host:
             settings.connect_timeout,
         )
     try:
-        transport.run(["true"], deadline=30.0).check("a first command")
+        user = transport.run(["id", "-u"], deadline=30.0).check("a first command").stdout.strip()
     except BaseException:
         transport.close()
         raise
-    return Host(settings, transport)
+    return Host(settings if settings.sudo is not None else replace(settings, sudo=user != "0"), transport)

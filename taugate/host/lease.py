@@ -25,7 +25,8 @@ _NOT_OF_AN_OWNER = re.compile(r"[^A-Za-z0-9@._-]")
 class Lease:
     """The host's lease as `window_id` (letters, digits, _ and -) uses it.
 
-    owner: shown to who is locked out. state_dir: where the host keeps the note of a failed restore.
+    owner: shown to who is locked out. state_dir: where the host keeps the note of a failed restore (the installed
+    helper has its own place for that). sudo: see Helper.
     """
 
     timer = "taugate-window.timer"
@@ -36,23 +37,25 @@ class Lease:
         window_id: str = "",
         owner: str | None = None,
         state_dir: str = DEFAULT_STATE_DIR,
+        sudo: bool = False,
     ) -> None:
         if not _WINDOW_ID.fullmatch(window_id):
             raise HostError(f"{window_id!r} is not a window id: use letters, digits, _ and -")
         self.window_id = window_id
         self.owner = _NOT_OF_AN_OWNER.sub("_", owner or f"{getpass.getuser()}@{socket.gethostname()}")
         self.state_dir = state_dir
-        self._helper = Helper(transport)
+        self._helper = Helper(transport, sudo)
         self._where = transport.name
 
-    def arm(self, ttl_s: float, service: str, port: int) -> None:
+    def arm(self, ttl_s: float, service: str, port: int, beside: bool = False) -> None:
         """Take the lease: in `ttl_s` seconds the host stops our jobs and starts `service` (on `port`).
 
-        Raises WindowError (somebody else's window is open, or the last restore failed), HostError if systemd
-        does not load it.
+        beside: the service is never stopped, so the host only ends our jobs. Raises WindowError (somebody else's
+        window is open, or the last restore failed), HostError if systemd does not load it.
         """
         ttl, service = str(max(1, round(ttl_s))), valid_unit_name(service)
-        done = self._helper.call("arm", self.window_id, ttl, service, str(port), self.state_dir, self.owner)
+        kind = ["beside"] if beside else []
+        done = self._helper.call("arm", self.window_id, ttl, service, str(port), self.state_dir, self.owner, *kind)
         if done.rc == IN_USE:
             raise self._in_use(last_line(done.stdout))
         if done.rc == QUARANTINED:

@@ -10,12 +10,12 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from taugate.errors import DeadlineError, HostError
 from taugate.files import sha256_file
-from taugate.host.transport import Completed, OnLine, OutputCollector
+from taugate.host.transport import Completed, HashingFile, OnLine, OutputCollector
 
 _CHUNK = 1 << 16
 
@@ -69,8 +69,15 @@ class LocalTransport:
     def put(self, local: Path, remote: str) -> str:
         return self._copy(local, Path(remote))
 
-    def get(self, remote: str, local: Path) -> str:
-        return self._copy(Path(remote), local)
+    def get(
+        self,
+        remote: str,
+        local: Path,
+        *,
+        resume: bool = False,  # a copy on one machine is not worth going on with
+        on_bytes: Callable[[int], None] | None = None,
+    ) -> str:
+        return self._copy(Path(remote), local, on_bytes)
 
     def open_tcp(self, port: int, timeout: float) -> socket.socket:
         try:
@@ -83,12 +90,13 @@ class LocalTransport:
     def close(self) -> None:
         pass
 
-    def _copy(self, source: Path, target: Path) -> str:
+    def _copy(self, source: Path, target: Path, on_bytes: Callable[[int], None] | None = None) -> str:
         part = target.with_name(f"{target.name}.part-{os.urandom(4).hex()}")
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
             with open(source, "rb") as reader, open(part, "wb") as writer:
-                while chunk := reader.read(1 << 20):
+                copied = HashingFile(reader, on_bytes=on_bytes)
+                while chunk := copied.read(1 << 20):
                     writer.write(chunk)
                 writer.flush()
                 os.fsync(writer.fileno())

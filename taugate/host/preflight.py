@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from taugate.errors import HostError, PreflightError
 from taugate.host.check import Check
 from taugate.host.gpus import GpuSnapshot
-from taugate.host.helper import Helper
 from taugate.host.host import Host
+from taugate.host.install import rights
 from taugate.host.lease import JOB_GLOB
 from taugate.host.managers import manager_checks
 from taugate.host.sglang import ServerIdentity
@@ -169,7 +169,10 @@ def _gpus(host: Host, snapshot: GpuSnapshot) -> Iterator[Check]:
 
 
 def _leftovers(host: Host) -> Iterator[Check]:
-    told = Helper(host.transport).call("status", host.work_dir).check("reading the state of the lease").stdout
+    yield (allowed := rights(host))
+    if not allowed.ok:
+        return
+    told = host.helper.call("status", host.work_dir).check("reading the state of the lease").stdout
     facts = [line.partition("=")[::2] for line in told.splitlines()]
     single, jobs = dict(facts), [value for key, value in facts if key == "job"]
     holder = single.get("lease") or ("the restore after an earlier window" if single.get("restoring") else "")

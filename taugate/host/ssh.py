@@ -9,14 +9,14 @@ import selectors
 import shlex
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import paramiko
 
 from taugate.errors import DeadlineError, HostError
 from taugate.host.sshlogin import LOST, open_client, why
-from taugate.host.transport import Completed, HashingFile, OnLine, OutputCollector
+from taugate.host.transport import Completed, HashingFile, OnLine, OutputCollector, partial_of
 
 _CHUNK = 1 << 16
 _SFTP_IDLE_S = 60.0
@@ -99,23 +99,35 @@ class SshTransport:
             raise
         return digest
 
-    def get(self, remote: str, local: Path) -> str:
+    def get(
+        self,
+        remote: str,
+        local: Path,
+        *,
+        resume: bool = False,
+        on_bytes: Callable[[int], None] | None = None,
+    ) -> str:
         """See `Transport.get`."""
         local.parent.mkdir(parents=True, exist_ok=True)
-        part = local.with_name(f".{local.name}.part-{os.urandom(4).hex()}")
+        part = partial_of(local, resume)
+        keep = False
         try:
-            with self._sftp() as sftp, open(part, "wb") as writer:
-                target = HashingFile(writer)
-                sftp.getfo(remote, target)
-                writer.flush()
-                os.fsync(writer.fileno())
+            with self._sftp() as sftp, open(part, "a+b") as stream:
+                stream.seek(0)
+                target = HashingFile(stream, goes_on=True, on_bytes=on_bytes)
+                keep = resume
+                _copy_rest(sftp, remote, target)
+                stream.flush()
+                os.fsync(stream.fileno())
+            keep = False  # all of it is here: if it is wrong, nothing of it is of use
             if self._remote_sha256(remote) != target.hexdigest():
                 raise HostError(f"{local} does not have the bytes of {self.name}:{remote}: fetch it again")
             os.replace(part, local)
         except LOST as error:
             raise HostError(f"{self.name}:{remote} could not be fetched: {why(error)}") from error
         finally:
-            part.unlink(missing_ok=True)
+            if not keep or part.stat().st_size == 0:
+                part.unlink(missing_ok=True)
         return target.hexdigest()
 
     def open_tcp(self, port: int, timeout: float) -> paramiko.Channel:
@@ -205,6 +217,17 @@ class SshTransport:
                 transport = self._client.get_transport()
             assert transport is not None
             return transport
+
+
+def _copy_rest(sftp: paramiko.SFTPClient, remote: str, target: HashingFile) -> None:
+    """Append what of the remote file is not in `target` yet."""
+    with sftp.open(remote, "rb") as reader:
+        size = reader.stat().st_size or 0
+        if target.count < size:
+            reader.seek(target.count)
+            reader.prefetch(size)
+            while chunk := reader.read(_CHUNK):
+                target.write(chunk)
 
 
 def _execute(channel: paramiko.Channel, command: str, deadline: float) -> None:

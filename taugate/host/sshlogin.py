@@ -1,80 +1,195 @@
-"""Opening an SSH connection: one clear sentence for each way in which that can fail."""
+"""Opening an SSH connection, through jump hosts if need be: one clear sentence for each way in which that can fail."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import socket
-from pathlib import Path
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
 
 import paramiko
 
 from taugate.errors import HostError
-from taugate.host.hostkeys import StrictKeys, changed_key, load_known_hosts
+from taugate.host.hostkeys import changed_key, public_blobs, refuse_revoked, trust
+from taugate.host.pulse import Pulse
+from taugate.host.sshconfig import Route
 
 # Without a handler, paramiko's reader thread prints tracebacks on stderr for errors that we report ourselves.
 logging.getLogger("paramiko").addHandler(logging.NullHandler())
 
-KEEPALIVE_S = 5
-# Keepalives alone do not notice a dead link: nobody waits for their answer. The kernel gives up after this.
+# Data that the other machine does not acknowledge for so long ends the connection, in the kernel.
 TCP_USER_TIMEOUT_MS = 15_000
 LOST = (paramiko.SSHException, EOFError, OSError)
 
 
-def open_client(
-    host: str, port: int, user: str, key: Path | None, known_hosts: Path, timeout: float
-) -> paramiko.SSHClient:
-    """An authenticated client to `user`@`host`:`port`; timeout in seconds, for each step of the handshake.
+class Login:
+    """An authenticated connection and those to the jump hosts below it."""
 
-    Raises HostKeyError (unknown or changed key) and HostError (refused, no answer, unknown name, not let in).
-    """
-    if key and not key.is_file():
-        raise HostError(f"the SSH key {key} for {user}@{host} does not exist: set the profile's `key`")
-    client = paramiko.SSHClient()
-    try:
-        load_known_hosts(client, known_hosts)
-        client.set_missing_host_key_policy(StrictKeys(host, port, known_hosts))
-        client.connect(
-            host,
-            port=port,
-            username=user,
-            key_filename=str(key) if key else None,
-            allow_agent=key is None,
-            look_for_keys=key is None,
-            timeout=timeout,
-            banner_timeout=timeout,
-            auth_timeout=timeout,
-            channel_timeout=timeout,
-        )
-        transport = client.get_transport()
+    def __init__(self, clients: list[paramiko.SSHClient]) -> None:
+        self._clients = clients
+        transport = clients[-1].get_transport()
         assert transport is not None
-        transport.set_keepalive(KEEPALIVE_S)
-        transport.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, TCP_USER_TIMEOUT_MS)
+        self.transport: paramiko.Transport = transport
+        self._pulse = Pulse(transport)
+
+    @property
+    def active(self) -> bool:
+        return self.transport.is_active()
+
+    def close(self) -> None:
+        """End it; a second call does nothing."""
+        self._pulse.stop()
+        for client in reversed(self._clients):
+            client.close()
+
+
+def open_login(route: Route, timeout: float) -> Login:
+    """Log in along `route`; timeout in seconds, for all of it.
+
+    Raises HostKeyError (unknown, changed or revoked key) and HostError (refused, no answer, unknown name, not let in).
+    """
+    end = time.monotonic() + timeout
+    opened: list[paramiko.SSHClient] = []
+    try:
+        for step in (*route.jumps, route):
+            opened.append(_log_in(step, opened[-1] if opened else None, end, timeout))
+        return Login(opened)
+    except BaseException:
+        for client in reversed(opened):
+            client.close()
+        raise
+
+
+def _log_in(step: Route, below: paramiko.SSHClient | None, end: float, timeout: float) -> paramiko.SSHClient:
+    for key in step.keys:
+        if step.only_keys and not key.is_file():
+            raise HostError(f"the SSH key {key} for {step} does not exist: set the profile's `key`")
+    client = paramiko.SSHClient()
+    keys = _Keys(step)
+    try:
+        trust(client, step)
+        with _closed_at(end, sock := _socket(step, below, _left(end))):
+            client.connect(
+                step.key_name or step.address,
+                port=22 if step.key_name else step.port,
+                username=step.user,
+                sock=sock,
+                auth_strategy=keys,
+                timeout=_left(end),
+                banner_timeout=_left(end),
+                auth_timeout=_left(end),
+                channel_timeout=_left(end),
+            )
         return client
     except paramiko.BadHostKeyException as error:
         client.close()
-        raise changed_key(host, port, known_hosts, error.key) from None
+        raise changed_key(step, error.key) from None
     except LOST as error:
         client.close()
-        raise HostError(_sentence(error, f"{host} port {port} as user {user}", host, key, timeout)) from error
+        raise HostError(_sentence(error, step, keys, end, timeout)) from error
     except BaseException:
         client.close()
         raise
 
 
-def _sentence(error: BaseException, where: str, host: str, key: Path | None, timeout: float) -> str:
-    if isinstance(error, paramiko.PasswordRequiredException):
-        return f"the key {key} for {where} has a passphrase: load it into ssh-agent and leave `key` unset"
+def _left(end: float) -> float:
+    return max(0.01, end - time.monotonic())
+
+
+@contextlib.contextmanager
+def _closed_at(end: float, sock: socket.socket | paramiko.Channel) -> Iterator[None]:
+    """Close `sock` at `end` if the body is not over by then: paramiko's own limits are for one step each."""
+    guard = threading.Timer(_left(end), sock.close)
+    guard.daemon = True
+    guard.start()
+    try:
+        yield
+    finally:
+        guard.cancel()
+
+
+def _socket(step: Route, below: paramiko.SSHClient | None, left: float) -> socket.socket | paramiko.Channel:
+    """What the session is spoken over: TCP, a channel of the jump host before, or a ProxyCommand."""
+    if below is not None:
+        transport = below.get_transport()
+        assert transport is not None
+        try:
+            return transport.open_channel("direct-tcpip", (step.address, step.port), ("127.0.0.1", 0), timeout=left)
+        except paramiko.ChannelException as error:
+            raise HostError(
+                f"the jump host {transport.getpeername()[0]} does not connect to {step} ({error.text}): check that sshd"
+                " runs there, and AllowTcpForwarding in the jump host's sshd"
+            ) from error
+    if step.command:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            subprocess.Popen(["/bin/sh", "-c", f"exec {step.command}"], stdin=theirs, stdout=theirs)
+        return ours
+    made = socket.create_connection((step.address, step.port), left)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux
+        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, TCP_USER_TIMEOUT_MS)
+    return made
+
+
+class _Keys:
+    """Authentication by public key, in OpenSSH's order: agent keys that are configured, other agent keys, files."""
+
+    def __init__(self, step: Route) -> None:
+        self._step = step
+        self.locked: list[str] = []
+        self.refused: list[str] = []
+
+    def authenticate(self, transport: paramiko.Transport) -> None:
+        """Called by paramiko once the host's key is accepted. Raises AuthenticationException."""
+        refuse_revoked(self._step, transport.get_remote_server_key())
+        for name, key in self._candidates():
+            try:
+                if not transport.auth_publickey(self._step.user, key):
+                    return
+                self.refused.append(f"{name} (alone: it wants a second factor)")
+            except paramiko.AuthenticationException:
+                self.refused.append(name)
+        raise paramiko.AuthenticationException("no key was accepted")
+
+    def _candidates(self) -> Iterator[tuple[str, paramiko.PKey]]:
+        step = self._step
+        if step.use_agent:
+            configured = public_blobs(step.keys)
+            with contextlib.suppress(paramiko.SSHException, OSError):
+                agent = paramiko.Agent().get_keys()
+                first = [key for key in agent if key.asbytes() in configured]
+                others = [] if step.only_keys else [key for key in agent if key not in first]
+                for key in (*first, *others):
+                    yield f"the agent's key {key.fingerprint}", key
+        for path in step.keys:
+            try:
+                yield f"the key {path}", paramiko.PKey.from_path(path)
+            except paramiko.PasswordRequiredException:
+                self.locked.append(str(path))
+            except (paramiko.SSHException, paramiko.pkey.UnknownKeyType, OSError, ValueError, TypeError) as error:
+                self.refused.append(f"the key {path} ({why(error)})")
+
+
+def _sentence(error: BaseException, step: Route, keys: _Keys, end: float, timeout: float) -> str:
     if isinstance(error, paramiko.AuthenticationException):
-        tried = f"the key {key}" if key else "the agent's and the default keys"
-        remedy = "add the public key to the user's authorized_keys there, or set `user` and `key`"
-        return f"{where} refused {tried}: {remedy}"
-    if isinstance(error, (paramiko.ssh_exception.NoValidConnectionsError, ConnectionRefusedError)):
-        return f"connecting to {where} was refused: check `host` and `ssh_port`, and that sshd runs there"
+        if keys.locked and not keys.refused:
+            return f"the key {keys.locked[0]} for {step} has a passphrase: load it into ssh-agent"
+        tried = ", ".join(keys.refused) or "this user without a key"
+        return (
+            f"{step} refused {tried}: add the public key to the user's authorized_keys there, or set `user` and `key`"
+        )
+    if isinstance(error, ConnectionRefusedError):
+        return f"connecting to {step} was refused: check `host` and `ssh_port`, and that sshd runs there"
     if isinstance(error, TimeoutError):
-        return f"connecting to {where} got no answer within {timeout:g} s: check the network and the firewall"
+        return f"connecting to {step} got no answer within {timeout:g} s: check the network and the firewall"
     if isinstance(error, socket.gaierror):
-        return f"the name of {where} cannot be resolved ({error.strerror}): check `host`, now {host}"
-    return f"no SSH session with {where} ({why(error)}): check that `ssh_port` is an SSH server's port"
+        return f"the name of {step} cannot be resolved ({error.strerror}): check `host`, now {step.host}"
+    reason = f"the login did not end within {timeout:g} s" if time.monotonic() >= end else why(error)
+    by = f"ProxyCommand `{step.command}` leads to it" if step.command else "`ssh_port` is an SSH server's port"
+    return f"no SSH session with {step} ({reason}): check that {by}"
 
 
 def why(error: BaseException) -> str:

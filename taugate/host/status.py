@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from taugate.errors import HostError, WindowError
-from taugate.host.helper import Helper
 from taugate.host.host import Host
 from taugate.host.record import WindowSettings
 
@@ -44,7 +43,7 @@ class Status:
 def look(host: Host) -> Status:
     """Everything at once, changing nothing. Raises HostError."""
     unit = host.unit.show()
-    told = Helper(host.transport).call("status", host.work_dir).check("reading the state of the lease").stdout
+    told = host.helper.call("status", host.work_dir).check("reading the state of the lease").stdout
     facts = [line.partition("=")[::2] for line in told.splitlines()]
     ready = host.server.ready()
     server = "not ready"
@@ -71,7 +70,7 @@ def restore(host: Host, deadline_s: float, force: bool = False) -> str:
 
     force: also while a window is open, whose jobs are stopped. Raises WindowError (in use, not serving), HostError.
     """
-    helper = Helper(host.transport)
+    helper = host.helper
     holder = helper.call("holder").check("reading the lease").stdout.strip()
     if holder and not force:
         raise WindowError(

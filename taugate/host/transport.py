@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import codecs
 import hashlib
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,10 +83,18 @@ class Transport(Protocol):
         """
         ...
 
-    def get(self, remote: str, local: Path) -> str:
+    def get(
+        self,
+        remote: str,
+        local: Path,
+        *,
+        resume: bool = False,
+        on_bytes: Callable[[int], None] | None = None,
+    ) -> str:
         """Copy a file from the host under a temporary name, compare SHA-256, rename.
 
-        Returns the hex SHA-256.
+        resume: what an interrupted copy has brought over is kept beside `local`, and the next one goes on from there.
+        on_bytes: called with the number of bytes that are here, now and then. Returns the hex SHA-256.
         """
         ...
 
@@ -136,19 +145,37 @@ class OutputCollector:
                 self._on_line(line.removesuffix("\r"))
 
 
-class HashingFile:
-    """A file object that hashes what passes through it."""
+def partial_of(local: Path, resume: bool) -> Path:
+    """Where a file on its way to `local` lies: under a name of its own, or one that the next copy finds again."""
+    return local.with_name(f".{local.name}.part" + ("" if resume else f"-{os.urandom(4).hex()}"))
 
-    def __init__(self, stream: BinaryIO) -> None:
+
+class HashingFile:
+    """A file object that hashes what passes through it; `count` is the number of bytes.
+
+    stream: open for reading, or open for writing and, if `goes_on`, for reading too: what it holds counts as passed.
+    """
+
+    def __init__(
+        self, stream: BinaryIO, goes_on: bool = False, on_bytes: Callable[[int], None] | None = None
+    ) -> None:
         self._stream = stream
         self._digest = hashlib.sha256()
+        self._on_bytes = on_bytes or (lambda count: None)
         self.hexdigest = self._digest.hexdigest
+        self.count = 0
+        while goes_on and self.read(1 << 20):
+            pass
 
     def read(self, size: int) -> bytes:
-        data = self._stream.read(size)
-        self._digest.update(data)
-        return data
+        return self._passed(self._stream.read(size))
 
     def write(self, data: bytes) -> int:
+        self._stream.write(data)
+        return len(self._passed(data))
+
+    def _passed(self, data: bytes) -> bytes:
         self._digest.update(data)
-        return self._stream.write(data)
+        self.count += len(data)
+        self._on_bytes(self.count)
+        return data

@@ -46,7 +46,7 @@ class Window:
         self.record = WindowRecord(settings.window_id, host.name, host.unit.name)
         self._journal = Journal(self.record, on_event, clock)
         self._clock, self._sleep = clock, sleep
-        self._lease = Lease(host.transport, settings.window_id, settings.owner, host.work_dir)
+        self._lease = Lease(host.transport, settings.window_id, settings.owner, host.work_dir, bool(host.settings.sudo))
         self._renewer = Renewer(self._lease, settings.ttl_s, self._taken_by)
         self._handback = Handback(
             host,
@@ -124,6 +124,7 @@ class Window:
             deadline_s=deadline_s,
             env=env,
             on_line=on_line,
+            sudo=bool(self.host.settings.sudo),
         )
         if done.rc != 0:
             self._require_lease()  # a job that was stopped because the window is over gets that as its reason
