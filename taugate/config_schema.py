@@ -45,11 +45,14 @@ def _not_blank(value: str) -> str:
 
 Text = Annotated[str, AfterValidator(_not_blank)]
 Duration = Annotated[float, BeforeValidator(parse_duration), AfterValidator(_positive)]
+Wait = Annotated[float, BeforeValidator(parse_duration)]  # may be "0s": not at all
 Whole = Annotated[int, BeforeValidator(_not_bool)]
 Number = Annotated[float, BeforeValidator(_not_bool), Field(allow_inf_nan=False)]
 Words = Annotated[tuple[str, ...], BeforeValidator(_as_list)]
 Paths = Annotated[tuple[Path, ...], BeforeValidator(_as_list)]
 
+_MEMORY = r"^(auto|\d+(\.\d+)? ?(MiB|GiB))$"
+_URL = r"^https?://\S+$"
 _VERIFIER = r"^(chain|ddtree-[1-9]\d*|topk-[1-9]\d*)$"
 
 
@@ -116,6 +119,8 @@ class Capture(Section):
     kernel_path: Literal["torch", "fla"] = "torch"
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     device: Text = "auto"
+    max_gpu_memory: Annotated[str, Field(pattern=_MEMORY)] = "auto"
+    beside: bool = False
 
 
 class Drafters(Section):
@@ -173,6 +178,12 @@ class WindowTimes(Section):
     escalate_after: Duration = 15.0
     start_timeout: Duration = 900.0
     job_timeout: Duration = 1800.0
+    drain: Wait = 30.0
+    on_busy: Literal["abort", "give_up"] = "abort"
+    wait_for_lease: Wait = 0.0
+    verify_requests: Annotated[Whole, Field(ge=2)] = 4
+    notify: Words = ()
+    webhook: Annotated[str, Field(pattern=_URL)] | None = None
 
 
 class Store(Section):
