@@ -149,6 +149,32 @@ def test_put_and_get_are_verified(transport, tmp_path):
     assert back.read_bytes() == source.read_bytes()
 
 
+def test_a_fetch_that_broke_off_goes_on_where_it_was(server, ssh, tmp_path):
+    """The second attempt brings over only the rest; a partial file with wrong bytes is found out and given up."""
+    source, back = tmp_path / "a", tmp_path / "back"
+    source.write_bytes(os.urandom(BIG))
+
+    def cut(count):
+        if count > BIG // 2:
+            server.drop_connections()
+
+    with pytest.raises(HostError, match="could not be fetched"):
+        ssh.get(str(source), back, resume=True, on_bytes=cut)
+    part = tmp_path / ".back.part"
+    there = part.stat().st_size
+    assert BIG // 2 < there < BIG and not back.exists()
+    seen = []
+    ssh.get(str(source), back, resume=True, on_bytes=seen.append)
+    assert back.read_bytes() == source.read_bytes() and not part.exists()
+    assert next(count for count in seen if count > there) - there <= 1 << 16, "what was here was not fetched again"
+
+    part.write_bytes(b"other bytes")
+    with pytest.raises(HostError, match="does not have the bytes"):
+        ssh.get(str(source), tmp_path / "back", resume=True)
+    ssh.get(str(source), back, resume=True)
+    assert back.read_bytes() == source.read_bytes() and sorted(p.name for p in tmp_path.iterdir()) == ["a", "back"]
+
+
 def test_a_copy_with_wrong_bytes_is_refused(ssh, tmp_path, monkeypatch):
     source, remote = tmp_path / "a", tmp_path / "b"
     source.write_bytes(b"data")
@@ -172,7 +198,7 @@ def test_lost_connection_is_unknown_and_the_next_command_connects_again(server, 
 
 def test_a_dead_link_is_noticed_by_the_kernel(ssh):
     ssh.run(["true"], deadline=10)
-    sock = ssh._client.get_transport().sock
+    sock = ssh._logins[0].transport.sock
     assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 15_000
 
 
