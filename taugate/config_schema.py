@@ -64,10 +64,10 @@ PROFILE_DEFAULTS: dict[str, dict[str, object]] = {
     "embedded": {},
     "local": {"port": 30000, "work_dir": "/var/tmp/taugate", "cgroup_root": "/sys/fs/cgroup"},
 }
-PROFILE_DEFAULTS["ssh"] = PROFILE_DEFAULTS["local"] | {"ssh_port": 22, "known_hosts": "~/.ssh/known_hosts"}
+PROFILE_DEFAULTS["ssh"] = PROFILE_DEFAULTS["local"]
 _NEEDED: dict[str, tuple[str, ...]] = {
     "embedded": (),
-    "ssh": ("host", "user", "service", "remote_python"),
+    "ssh": ("host", "service", "remote_python"),
     "local": ("service", "remote_python"),
 }
 
@@ -84,6 +84,8 @@ class HostProfile(Section):
     user: Text | None = None
     key: Path | None = None
     known_hosts: Path | None = None
+    host_key_fingerprint: Words = ()
+    ssh_config: Path | None = None
     service: Text | None = None
     port: Annotated[Whole, Field(ge=1, le=65535)] | None = None
     remote_python: Text | None = None

@@ -55,15 +55,15 @@ def test_profile_is_selected_by_each_source(root):
 
 def test_a_real_host_gets_its_defaults_and_the_embedded_one_gets_none(root):
     box, embedded = resolve(root, {}, {}), resolve(root, {"profile": "embedded"}, {})
-    assert (box.value.host.ssh_port, box.value.host.port) == (22, 30000)
-    assert box.value.host.known_hosts == Path.home() / ".ssh/known_hosts"
+    assert (box.value.host.ssh_port, box.value.host.port) == (None, 30000), "what SSH needs is as ~/.ssh/config says"
+    assert (box.value.host.known_hosts, box.value.host.host_key_fingerprint) == (None, ())
     assert box.source("host.port") == "default"
     assert (embedded.value.host.ssh_port, embedded.value.host.service) == (None, None)
 
 
 def test_a_profile_without_kind_is_never_the_embedded_host(tmp_path):
     (tmp_path / "gate.toml").write_text('[profile.box]\nservice = "a.service"\n')
-    with pytest.raises(ConfigError, match='kind "ssh" also needs host, user, remote_python'):
+    with pytest.raises(ConfigError, match='kind "ssh" also needs host, remote_python'):
         resolve(tmp_path, {"profile": "box"}, {})
 
 

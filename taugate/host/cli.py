@@ -113,7 +113,8 @@ def _settings(given: argparse.Namespace) -> tuple[HostSettings, WindowSettings, 
         profile = config.host
         told = {"host": profile.host, "port": profile.ssh_port, "user": profile.user, "key": profile.key,
                 "known_hosts": profile.known_hosts, "service": profile.service, "serve_port": profile.port,
-                "work_dir": profile.work_dir, "cgroup_root": profile.cgroup_root,
+                "work_dir": profile.work_dir, "cgroup_root": profile.cgroup_root, "ssh_config": profile.ssh_config,
+                "host_key_fingerprint": profile.host_key_fingerprint,
                 "expected_model_id": profile.model_id}  # fmt: skip
         values = {"transport": profile.kind} | {key: value for key, value in told.items() if value is not None}
         shared = ("ttl", "stop_timeout", "free_timeout", "escalate_after", "start_timeout")

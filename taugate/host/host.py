@@ -23,18 +23,22 @@ class HostSettings:
     """What a profile of gate.toml says about a host. Paths without a note are on the host; port numbers are
     TCP.
 
-    key, known_hosts: files on this machine. expected_model_id None: whatever is served is accepted. sudo:
-    changes are made through the installed helper; None: unless the login user is root.
+    key, known_hosts, ssh_config: files on this machine. What of port, user, key and known_hosts is None is as the
+    OpenSSH configuration says (ssh_config; None: the user's own). host_key_fingerprint: SHA256:… of the only host keys
+    that are trusted, in place of known_hosts. expected_model_id None: whatever is served is accepted. sudo: changes
+    are made through the installed helper; None: unless the login user is root.
     """
 
     service: str
     serve_port: int = 30000
     transport: Literal["ssh", "local"] = "ssh"
     host: str = ""
-    port: int = 22
+    port: int | None = None
     user: str | None = None
     key: Path | None = None
     known_hosts: Path | None = None
+    host_key_fingerprint: tuple[str, ...] = ()
+    ssh_config: Path | None = None
     connect_timeout: float = 15.0
     remote_python: str = "python3"
     work_dir: str = "/var/tmp/taugate"
@@ -90,7 +94,7 @@ class Host:
         command = f"sudo {command}" if settings.sudo else command
         if settings.transport == "local":
             return command
-        port = f"-p {settings.port} " if settings.port != 22 else ""
+        port = f"-p {settings.port} " if settings.port not in (None, 22) else ""
         user = f"{settings.user}@" if settings.user else ""
         return f"ssh {port}{user}{settings.host} {command}"
 
@@ -125,6 +129,8 @@ def connect(settings: HostSettings) -> Host:
             settings.key,
             settings.known_hosts,
             settings.connect_timeout,
+            fingerprints=settings.host_key_fingerprint,
+            config=settings.ssh_config,
         )
     try:
         user = transport.run(["id", "-u"], deadline=30.0).check("a first command").stdout.strip()

@@ -19,7 +19,7 @@ _PIN = re.compile(r"SHA256:[A-Za-z0-9+/]{43}=?")
 
 
 def trust(client: paramiko.SSHClient, route: Route) -> None:
-    """Let `client` accept the keys that `route` trusts and no others. Raises HostKeyError for unusable files or pins."""
+    """Let `client` accept the keys that `route` trusts and no others. Raises HostKeyError (unusable files, pins)."""
     for pin in route.pins:
         if not _PIN.fullmatch(pin):
             raise HostKeyError(
@@ -73,7 +73,9 @@ def refuse_revoked(route: Route, key: paramiko.PKey) -> None:
     blob = key.get_base64()
     for path in route.known_hosts:
         if any(words[:1] == ["@revoked"] and blob in words for words in _lines(path)):
-            raise HostKeyError(f"the SSH key of {_machine(route)} ({describe(key)}) is revoked in {path}: do not use it")
+            raise HostKeyError(
+                f"the SSH key of {_machine(route)} ({describe(key)}) is revoked in {path}: this may be another machine"
+            )
 
 
 def changed_key(route: Route, key: paramiko.PKey) -> HostKeyError:
@@ -115,7 +117,8 @@ def _machine(route: Route) -> str:
 
 
 def _files(route: Route) -> str:
-    return " or ".join(str(path) for path in route.known_hosts[:1] + tuple(p for p in route.known_hosts[1:] if p.exists()))
+    first, *others = route.known_hosts
+    return " or ".join(map(str, [first, *(path for path in others if path.exists())]))
 
 
 def _kind(key: paramiko.PKey) -> str:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import getpass
 import os
-import selectors
 import shlex
 import threading
 import time
@@ -15,38 +13,45 @@ from pathlib import Path
 import paramiko
 
 from taugate.errors import DeadlineError, HostError
-from taugate.host.sshlogin import LOST, open_client, why
+from taugate.host.sshchannel import by, exchange
+from taugate.host.sshconfig import resolve
+from taugate.host.sshlogin import LOST, Login, open_login, why
 from taugate.host.transport import Completed, HashingFile, OnLine, OutputCollector, partial_of
 
 _CHUNK = 1 << 16
 _SFTP_IDLE_S = 60.0
+_MAX_LOGINS = 4  # connections at once, where sshd's MaxSessions asks for more than one
+_REFUSED_PAUSE_S = 0.2
 
 
 class SshTransport:
     """See `Transport`. Connects at the first use, and again at the next use after a connection was lost.
 
-    key None: agent and the user's default keys are tried; otherwise only that key. known_hosts: the only file
-    consulted.
+    What is None is as the user's OpenSSH configuration says (see sshconfig.py). key: then only that key is tried.
+    known_hosts: then the only file consulted. fingerprints: of host keys, in place of any file. connect_timeout:
+    seconds for a login, jump hosts included. Raises HostError if the configuration cannot be read.
     """
 
     def __init__(
         self,
         host: str,
-        port: int = 22,
+        port: int | None = None,
         user: str | None = None,
         key: Path | None = None,
         known_hosts: Path | None = None,
         connect_timeout: float = 15.0,
+        *,
+        fingerprints: Sequence[str] = (),
+        config: Path | None = None,
     ) -> None:
-        self.host = host
-        self.port = port
-        self.user = user or getpass.getuser()
-        self.key = Path(key).expanduser() if key else None
-        self.known_hosts = Path(known_hosts or "~/.ssh/known_hosts").expanduser()
+        self.route = resolve(
+            host, port=port, user=user, key=Path(key) if key else None, pins=fingerprints, config=config,
+            known_hosts=Path(known_hosts).expanduser() if known_hosts else None,
+        )  # fmt: skip
         self.connect_timeout = connect_timeout
-        self.name = f"{self.user}@{host}" + (f":{port}" if port != 22 else "")
+        self.name = f"{self.route.user}@{host}" + (f":{self.route.port}" if self.route.port != 22 else "")
         self._lock = threading.Lock()
-        self._client: paramiko.SSHClient | None = None
+        self._logins: list[Login] = []
 
     def run(
         self,
@@ -61,8 +66,8 @@ class SshTransport:
         output = OutputCollector(on_line)
         channel = self._session(min(deadline, self.connect_timeout))
         try:
-            _execute(channel, shlex.join(argv), deadline)
-            self._exchange(channel, input or b"", output, start + deadline)
+            by(start + deadline, channel, lambda: channel.exec_command(shlex.join(argv)))
+            exchange(channel, input or b"", output, start + deadline)
             status = channel.exit_status
         except TimeoutError:
             raise DeadlineError(
@@ -132,8 +137,9 @@ class SshTransport:
 
     def open_tcp(self, port: int, timeout: float) -> paramiko.Channel:
         """See `Transport.open_tcp` (direct-tcpip: no port is opened on either machine)."""
+        login = self._any_login()
         try:
-            channel = self._transport().open_channel(
+            channel = login.transport.open_channel(
                 "direct-tcpip", ("127.0.0.1", port), ("127.0.0.1", 0), timeout=timeout
             )
         except paramiko.ChannelException as error:
@@ -144,56 +150,70 @@ class SshTransport:
                 " local in its sshd"
             ) from error
         except LOST as error:
-            raise HostError(f"the connection to {self.name} was lost: {why(error)}") from error
+            raise self._lost(error) from error
         channel.settimeout(timeout)
         return channel
 
     def close(self) -> None:
         """See `Transport.close`."""
         with self._lock:
-            client, self._client = self._client, None
-        if client:
-            client.close()
+            logins, self._logins = self._logins, []
+        for login in logins:
+            login.close()
 
     def _session(self, timeout: float) -> paramiko.Channel:
-        try:
-            return self._transport().open_session(timeout=timeout)
-        except paramiko.ChannelException as error:
-            raise HostError(
-                f"{self.name} refused one more session ({error.text}): raise MaxSessions in its sshd"
-            ) from error
-        except LOST as error:
-            raise HostError(f"the connection to {self.name} was lost: {why(error)}") from error
+        """A new session. Where sshd refuses one more on a connection (MaxSessions), on another connection."""
+        end = time.monotonic() + timeout
+        self._any_login()
+        while True:
+            with self._lock:
+                logins = [login for login in self._logins if login.active]
+            for login in logins:
+                try:
+                    return login.transport.open_session(timeout=max(0.01, end - time.monotonic()))
+                except paramiko.ChannelException as error:
+                    refusal = error
+                except LOST as error:
+                    raise self._lost(error) from error
+            if len(logins) < _MAX_LOGINS:
+                return self._session_of_a_new_login()
+            if time.monotonic() >= end:
+                raise HostError(
+                    f"{self.name} refused one more session ({refusal.text}) on each of {len(logins)} connections for"
+                    f" {timeout:g} s: raise MaxSessions in its sshd"
+                ) from refusal
+            time.sleep(_REFUSED_PAUSE_S)
 
-    def _exchange(self, channel: paramiko.Channel, data: bytes, output: OutputCollector, end: float) -> None:
-        """Feed stdin, drain both streams, wait for the exit status. Raises TimeoutError at `end`."""
-        pending: memoryview | None = memoryview(data)
-        with selectors.DefaultSelector() as selector:
-            selector.register(channel.fileno(), selectors.EVENT_READ)  # readable when either stream is
-            while True:
-                while channel.recv_ready():
-                    output.stdout(channel.recv(_CHUNK))
-                while channel.recv_stderr_ready():
-                    output.stderr(channel.recv_stderr(_CHUNK))
-                left = end - time.monotonic()
-                ended = channel.exit_status_ready() and (channel.eof_received or channel.closed)
-                if ended and not (channel.recv_ready() or channel.recv_stderr_ready()):
-                    return
-                if left <= 0:
-                    raise TimeoutError
-                if pending is not None:
-                    pending = _send_some(channel, pending)
-                if channel.eof_received or channel.closed:
-                    # At EOF the descriptor stays readable for ever; only the exit status is still to come.
-                    channel.status_event.wait(min(left, 0.2))
-                else:
-                    # Bounded, because a lost transport or a free send window does not make it readable.
-                    selector.select(min(left, 0.02 if pending is not None else 0.2))
+    def _session_of_a_new_login(self) -> paramiko.Channel:
+        login = open_login(self.route, self.connect_timeout)
+        try:  # before any other thread knows of it: a refusal now is not for want of room
+            channel = login.transport.open_session(timeout=self.connect_timeout)
+        except BaseException as error:
+            login.close()
+            if isinstance(error, paramiko.ChannelException):
+                raise HostError(
+                    f"{self.name} lets {self.route.user} in and refuses the first session ({error.text}): allow it in"
+                    " its sshd (MaxSessions at least 1)"
+                ) from error
+            if isinstance(error, LOST):
+                raise self._lost(error) from error
+            raise
+        with self._lock:
+            self._logins.append(login)
+        return channel
+
+    def _lost(self, error: BaseException) -> HostError:
+        return HostError(f"the connection to {self.name} was lost: {why(error)}")
 
     def _sftp(self) -> paramiko.SFTPClient:
-        sftp = self._transport().open_sftp_client()
-        sftp.get_channel().settimeout(_SFTP_IDLE_S)
-        return sftp
+        channel = self._session(self.connect_timeout)
+        try:
+            by(time.monotonic() + _SFTP_IDLE_S, channel, lambda: channel.invoke_subsystem("sftp"))
+            channel.settimeout(_SFTP_IDLE_S)
+            return paramiko.SFTPClient(channel)
+        except BaseException:
+            channel.close()
+            raise
 
     def _remote_sha256(self, path: str) -> str:
         done = self.run(["sha256sum", "--", path], deadline=3600).check(f"hashing {path}")
@@ -204,19 +224,15 @@ class SshTransport:
         with contextlib.suppress(HostError):
             self.run(["rm", "-f", "--", part], deadline=10)
 
-    def _transport(self) -> paramiko.Transport:
+    def _any_login(self) -> Login:
+        """A connection that is alive; a new one if there is none."""
         with self._lock:
-            transport = self._client.get_transport() if self._client else None
-            if transport is None or not transport.is_active():
-                if self._client:
-                    self._client.close()
-                self._client = None
-                self._client = open_client(
-                    self.host, self.port, self.user, self.key, self.known_hosts, self.connect_timeout
-                )
-                transport = self._client.get_transport()
-            assert transport is not None
-            return transport
+            for dead in [login for login in self._logins if not login.active]:
+                dead.close()
+                self._logins.remove(dead)
+            if not self._logins:
+                self._logins.append(open_login(self.route, self.connect_timeout))
+            return self._logins[0]
 
 
 def _copy_rest(sftp: paramiko.SFTPClient, remote: str, target: HashingFile) -> None:
@@ -228,35 +244,3 @@ def _copy_rest(sftp: paramiko.SFTPClient, remote: str, target: HashingFile) -> N
             reader.prefetch(size)
             while chunk := reader.read(_CHUNK):
                 target.write(chunk)
-
-
-def _execute(channel: paramiko.Channel, command: str, deadline: float) -> None:
-    """Send the command.
-
-    Raises TimeoutError: paramiko itself would wait without limit for a host that is frozen.
-    """
-    start = time.monotonic()
-    guard = threading.Timer(deadline, channel.close)
-    guard.daemon = True
-    guard.start()
-    try:
-        channel.exec_command(command)
-    except paramiko.SSHException:
-        if time.monotonic() - start >= deadline:
-            raise TimeoutError from None
-        raise
-    finally:
-        guard.cancel()
-
-
-def _send_some(channel: paramiko.Channel, pending: memoryview) -> memoryview | None:
-    """Send what the window allows; None once everything has been sent and the stream is closed."""
-    try:
-        while pending and channel.send_ready():
-            pending = pending[channel.send(bytes(pending[:_CHUNK])) :]
-        if pending:
-            return pending
-        channel.shutdown_write()
-    except OSError:  # the command has ended without reading its input: not our error
-        pass
-    return None

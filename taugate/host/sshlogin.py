@@ -23,6 +23,7 @@ logging.getLogger("paramiko").addHandler(logging.NullHandler())
 # Data that the other machine does not acknowledge for so long ends the connection, in the kernel.
 TCP_USER_TIMEOUT_MS = 15_000
 LOST = (paramiko.SSHException, EOFError, OSError)
+_Below = tuple[Route, paramiko.SSHClient]
 
 
 class Login:
@@ -54,8 +55,9 @@ def open_login(route: Route, timeout: float) -> Login:
     end = time.monotonic() + timeout
     opened: list[paramiko.SSHClient] = []
     try:
-        for step in (*route.jumps, route):
-            opened.append(_log_in(step, opened[-1] if opened else None, end, timeout))
+        for number, step in enumerate(steps := (*route.jumps, route)):
+            below = (steps[number - 1], opened[-1]) if number else None
+            opened.append(_log_in(step, below, end, timeout))
         return Login(opened)
     except BaseException:
         for client in reversed(opened):
@@ -63,7 +65,7 @@ def open_login(route: Route, timeout: float) -> Login:
         raise
 
 
-def _log_in(step: Route, below: paramiko.SSHClient | None, end: float, timeout: float) -> paramiko.SSHClient:
+def _log_in(step: Route, below: _Below | None, end: float, timeout: float) -> paramiko.SSHClient:
     for key in step.keys:
         if step.only_keys and not key.is_file():
             raise HostError(f"the SSH key {key} for {step} does not exist: set the profile's `key`")
@@ -111,22 +113,24 @@ def _closed_at(end: float, sock: socket.socket | paramiko.Channel) -> Iterator[N
         guard.cancel()
 
 
-def _socket(step: Route, below: paramiko.SSHClient | None, left: float) -> socket.socket | paramiko.Channel:
+def _socket(step: Route, below: _Below | None, left: float) -> socket.socket | paramiko.Channel:
     """What the session is spoken over: TCP, a channel of the jump host before, or a ProxyCommand."""
     if below is not None:
-        transport = below.get_transport()
+        jump, client = below
+        transport = client.get_transport()
         assert transport is not None
         try:
             return transport.open_channel("direct-tcpip", (step.address, step.port), ("127.0.0.1", 0), timeout=left)
         except paramiko.ChannelException as error:
             raise HostError(
-                f"the jump host {transport.getpeername()[0]} does not connect to {step} ({error.text}): check that sshd"
-                " runs there, and AllowTcpForwarding in the jump host's sshd"
+                f"the jump host {jump.host} does not connect to {step} ({error.text}): check that sshd runs there, and"
+                " AllowTcpForwarding in the jump host's sshd"
             ) from error
     if step.command:
         ours, theirs = socket.socketpair()
         with theirs:
-            subprocess.Popen(["/bin/sh", "-c", f"exec {step.command}"], stdin=theirs, stdout=theirs)
+            process = subprocess.Popen(["/bin/sh", "-c", f"exec {step.command}"], stdin=theirs, stdout=theirs)
+        threading.Thread(target=process.wait, daemon=True).start()  # it ends with the socket, and is reaped then
         return ours
     made = socket.create_connection((step.address, step.port), left)
     if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux
@@ -158,10 +162,9 @@ class _Keys:
         step = self._step
         if step.use_agent:
             configured = public_blobs(step.keys)
-            with contextlib.suppress(paramiko.SSHException, OSError):
-                agent = paramiko.Agent().get_keys()
-                first = [key for key in agent if key.asbytes() in configured]
-                others = [] if step.only_keys else [key for key in agent if key not in first]
+            with contextlib.suppress(paramiko.SSHException, OSError), contextlib.closing(paramiko.Agent()) as agent:
+                first = [key for key in agent.get_keys() if key.asbytes() in configured]
+                others = [] if step.only_keys else [key for key in agent.get_keys() if key not in first]
                 for key in (*first, *others):
                     yield f"the agent's key {key.fingerprint}", key
         for path in step.keys:
