@@ -118,8 +118,8 @@ def test_another_implementation_than_asked_for_is_refused():
     from taugate.target.kernels import KernelEvidence
 
     evidence = KernelEvidence("torch", hybrid=True)
-    evidence.calls["torch_chunk_gated_delta_rule", "fla.ops.gated_delta_rule.chunk"] = 6
-    with pytest.raises(KernelPathError, match=r"fla\.ops\.gated_delta_rule\.chunk ran"):
+    evidence.calls[2, "torch_chunk_gated_delta_rule", "fla.ops.gated_delta_rule.chunk"] = 6
+    with pytest.raises(KernelPathError, match=r"fla\.ops\.gated_delta_rule\.chunk ran in layers \[2\]"):
         evidence.require()
     with pytest.raises(KernelPathError, match="no gated delta rule was seen"):
         KernelEvidence("torch", hybrid=True).require()

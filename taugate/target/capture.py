@@ -1,43 +1,29 @@
-"""Hidden states of a target, computed: token ids in, `tap.L` and `final_hidden` out. Batch 1 per forward: batching
-changes the numbers. The job around it is `taugate.target.worker`, which `python -m taugate.target.capture` runs.
+"""Hidden states of a target, computed: token ids in, `tap.L` and `final_hidden` out. One sequence per forward, since
+batching changes the numbers. Two engines, bit-equal to each other on the same device and kernel path: `resident` and
+`streamed`. The job around it is `taugate.target.worker`, which `python -m taugate.target.capture` runs.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from taugate.errors import CheckpointError
 from taugate.files import sha256_file, sha256_json
-from taugate.target.store import FINAL_HIDDEN, tap_name
+from taugate.target import memory
+from taugate.target.compilations import Compilations, counted_compilations
+from taugate.target.progress import LayerDone, SequenceDone
 
+__all__ = ["Capture", "LayerDone", "SequenceDone", "code_sha256", "pick_device"]
+
+ENGINES = ("auto", "resident", "streamed")
 # What decides the numbers of a state. A change here makes old states unusable, which is the point.
-CODE = ("target/capture.py", "target/kernels.py")
-
-
-@dataclass(frozen=True)
-class LayerDone:
-    """All prompts went through `layer` of `of`; `bytes` of weights were read for it; `left_s` is an estimate."""
-
-    layer: int
-    of: int
-    prompts: int
-    bytes: int
-    left_s: float
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-
-@dataclass(frozen=True)
-class SequenceDone:
-    """The states of sequence `index`: tensors [S, H] in bfloat16 on the CPU, `tap.L` and `final_hidden`."""
-
-    index: int
-    tensors: dict[str, Any]
+CODE = tuple(
+    f"target/{name}.py"
+    for name in ("kernels", "layout", "loading", "resident", "segments", "shards", "skeleton", "streamed")
+)
 
 
 def code_sha256(package: Path) -> str:
@@ -53,68 +39,112 @@ def pick_device(wanted: str) -> str:
 
 
 class Capture:
-    """The target resident on one device, ready to be run over sequences.
+    """A target, ready to be run over sequences by one of the engines.
 
-    dtype: "bfloat16" or "float32", the precision of the forward; states are stored in bfloat16 either way.
+    path: kernel path, see `kernels`; dtype: "bfloat16" or "float32", the precision of the forward (states are stored
+    in bfloat16 either way); max_gpu_memory: MiB on each GPU, CUDA context included, None for what is free. Raises
+    CheckpointError and GpuMemoryError.
     """
 
     def __init__(
-        self, model_path: str, path: str, dtype: str, device: str, taps: list[int], threads: int | None = None
+        self,
+        model_path: str,
+        path: str,
+        dtype: str,
+        device: str,
+        taps: list[int],
+        threads: int | None = None,
+        *,
+        final_hidden: bool = True,
+        engine: str = "auto",
+        max_gpu_memory: int | None = None,
     ) -> None:
         import torch
-        from transformers import AutoModelForCausalLM
+
+        from taugate.target.skeleton import text_model_config
 
         if threads:
             torch.set_num_threads(threads)
-        self.device, self.path, self.taps = device, path, taps
-        model = AutoModelForCausalLM.from_pretrained(model_path, dtype=getattr(torch, dtype), local_files_only=True)
-        self.model = model.model.to(device).eval().requires_grad_(False)
-        layers = len(self.model.layers)
-        if outside := [tap for tap in taps if not 0 <= tap < layers]:
-            raise CheckpointError(f"taps {outside} are outside the target's layers 0…{layers - 1}")
-        self.model_type = model.config.get_text_config().model_type
+        directory, precision, taps = Path(model_path), getattr(torch, dtype), sorted(set(taps))
+        self.model_type: str = text_model_config(directory).model_type
+        self.path, self._compilations = path, Compilations()
+        if device != "cpu":
+            _hold_allocator()
+        limit = max_gpu_memory * memory.MIB if max_gpu_memory else None
+        caps = _caps(limit) if device != "cpu" else []
+        if engine == "auto":
+            engine = pick_engine(directory, precision, device, taps, final_hidden, caps)
+        if engine == "resident":
+            from taugate.target.resident import Resident
+
+            self.engine: Any = Resident(directory, precision, device, taps, final_hidden, caps)
+        else:
+            from taugate.target.streamed import Streamed
+
+            self.engine = Streamed(directory, path, precision, device, taps, final_hidden, limit)
 
     @classmethod
     def from_spec(cls, spec: dict[str, Any], device: str) -> Capture:
         """The capture that a job's spec describes, see `taugate.target.worker`."""
-        return cls(spec["model_path"], spec["kernel_path"], spec["dtype"], device, spec["taps"], spec.get("threads"))
+        return cls(
+            spec["model_path"],
+            spec["kernel_path"],
+            spec["dtype"],
+            device,
+            spec["taps"],
+            spec.get("threads"),
+            final_hidden=spec.get("final_hidden", True),
+            engine=spec.get("engine", "auto"),
+            max_gpu_memory=spec.get("max_gpu_memory"),
+        )
 
     def facts(self) -> dict[str, Any]:
         """What is worth remembering about how the states were computed, as JSON."""
-        return {"name": "resident"}
+        return {**self.engine.facts(), "compilations": self._compilations.to_json()}
 
-    def states(self, sequences: Sequence[list[int]]) -> Iterator[LayerDone | SequenceDone]:
+    def states(self, sequences: Sequence[Sequence[int]]) -> Iterator[LayerDone | SequenceDone]:
         """States of every sequence, each as soon as it is complete, and progress in between."""
-        for index, token_ids in enumerate(sequences):
-            yield SequenceDone(index, self(token_ids))
+        on_gpu = self.path in ("fla", "hub", "flash_qla")
+        with ExitStack() as stack:
+            self._compilations = stack.enter_context(counted_compilations(on_gpu))
+            yield from self.engine.states(sequences)
 
-    def __call__(self, token_ids: list[int]) -> dict[str, Any]:
-        """Tensors [S, H] in bfloat16 on the CPU: `tap.L` for each tap and `final_hidden`."""
-        import torch
+    def __call__(self, token_ids: Sequence[int]) -> dict[str, Any]:
+        """States of one sequence: tensors [S, H] in bfloat16 on the CPU, `tap.L` for each tap and `final_hidden`."""
+        (done,) = (event for event in self.states([token_ids]) if isinstance(event, SequenceDone))
+        return done.tensors
 
-        kept: dict[str, torch.Tensor] = {}
 
-        def keep(layer: int) -> Any:
-            def hook(_module: Any, _inputs: Any, output: Any) -> None:
-                kept[tap_name(layer)] = (output[0] if isinstance(output, tuple) else output)[0]
+def pick_engine(directory: Path, dtype: Any, device: str, taps: list[int], final: bool, caps: list[int]) -> str:
+    """ "resident" on a CPU and wherever the model fits the GPUs, as measured; else "streamed"."""
+    if device == "cpu":
+        return "resident"
+    from taugate.target.layout import open_layout
+    from taugate.target.resident import Resident, model_bytes
+    from taugate.target.skeleton import needed_depth, text_model_config
 
-            return hook
+    depth = needed_depth(text_model_config(directory).num_hidden_layers, taps, final)
+    needed = model_bytes(open_layout(directory), depth, dtype)
+    return "resident" if Resident.fits(caps, needed) else "streamed"
 
-        hooks = [self.model.layers[tap].register_forward_hook(keep(tap)) for tap in self.taps]
-        try:
-            with torch.inference_mode():
-                ids = torch.tensor([token_ids], device=self.device)
-                kept[FINAL_HIDDEN] = self.model(input_ids=ids, use_cache=False).last_hidden_state[0]
-        finally:
-            for hook in hooks:
-                hook.remove()
-        states = {name: value.to("cpu", torch.bfloat16).contiguous() for name, value in kept.items()}
-        for name, value in states.items():
-            if not torch.isfinite(value).all():
-                raise CheckpointError(
-                    f"{name} of a sequence of {len(token_ids)} tokens is not finite; nothing was kept"
-                )
-        return states
+
+def _caps(limit: int | None) -> list[int]:
+    """Bytes that this process may hold on each GPU: what is free there and what it holds, at most `limit`."""
+    import torch
+
+    caps = []
+    for index in range(torch.cuda.device_count()):
+        free, _ = torch.cuda.mem_get_info(index)
+        caps.append(min(free, limit) if limit else free)
+    return caps
+
+
+def _hold_allocator() -> None:
+    """Let torch's allocator grow its segments in place, so that what it holds is what is used."""
+    import torch
+
+    if not torch.cuda.is_initialized():
+        torch.cuda.memory._set_allocator_settings("expandable_segments:True")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,147 @@
+"""What a capture takes on a GPU, said before it starts: a ceiling is kept or refused with the number that would do.
+
+A ceiling counts everything that nvidia-smi shows for the process: the CUDA context with its loaded kernels (measured),
+layer buffers, activations, and scratch memory of a forward (estimated from the config, with room for the allocator).
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from taugate.errors import GpuMemoryError
+
+MIB = 1 << 20
+# Kernels load lazily, each time one is used first: what the context still grows by after its first product.
+LAZY_KERNELS = 64 * MIB
+# cuBLAS workspaces of the compute stream (32 MiB on Hopper, once for cuBLAS and once for cuBLASLt), and rounding: the
+# allocator takes whole 2 MiB blocks and segments of 20 MiB.
+WORKSPACE = 80 * MIB
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A streamed capture's use of one GPU, in bytes. `waiting`: "gpu" or "host", where prompts wait between layers."""
+
+    buffers: int
+    waiting: str
+    context: int
+    weights: int
+    scratch: int
+    activations: int
+
+    @property
+    def total(self) -> int:
+        return self.context + self.weights + self.scratch + self.activations
+
+    @property
+    def allocations(self) -> int:
+        """What torch's allocator may take."""
+        return self.total - self.context
+
+    def to_json(self) -> dict[str, Any]:
+        sizes = {"context", "weights", "scratch", "activations"}
+        return {k: round(v / MIB) if k in sizes else v for k, v in asdict(self).items()} | {
+            "total": round(self.total / MIB)
+        }
+
+
+def plan_streaming(
+    limit: int, context: int, layer: int, scratch: int, waiting: int, moving: int, reason: str
+) -> Plan:
+    """The fastest plan within `limit` bytes: two layer buffers before one, prompts on the GPU before the host.
+
+    layer: bytes of the largest layer; scratch: of one segment's forward; waiting: of all prompts' hidden states;
+    moving: of the states of one prompt that are in use at a time; reason: what sets the limit. Two buffers come first,
+    since without them nothing overlaps. Raises GpuMemoryError naming the least that would do.
+    """
+    context += LAZY_KERNELS
+    scratch += WORKSPACE
+    for buffers, where, activations in ((2, "gpu", waiting), (2, "host", 0), (1, "gpu", waiting), (1, "host", 0)):
+        plan = Plan(buffers, where, context, buffers * layer, scratch, activations + moving)
+        if plan.total <= limit:
+            return plan
+    least = -(-plan.total // MIB)
+    raise GpuMemoryError(
+        f"{reason} leaves {limit // MIB} MiB of GPU memory, but a streamed capture of this target needs {least} MiB "
+        f"(context {plan.context // MIB}, one layer {layer // MIB}, scratch {plan.scratch // MIB}, "
+        f"states {moving // MIB}); "
+        f"set capture.max_gpu_memory to {least} MiB or more"
+    )
+
+
+def scratch_bytes(config: Any, tokens: int, itemsize: int, path: str, past: int = 0) -> int:
+    """Upper estimate of what one decoder layer's forward over `tokens` tokens holds at once, beside its weights.
+
+    Counted from the modules of transformers: the tensors alive at the widest point of a norm (fp32), the attention, the
+    gated delta rule and the MLP, of which only one runs at a time, beside the residual stream. past: tokens before the
+    segment, whose keys, values and mask count too.
+    """
+    hidden = config.hidden_size
+    norm = hidden * 3 * 4
+    inner = getattr(config, "intermediate_size", 0) or 0
+    mlp = 4 * inner * itemsize
+    if getattr(config, "num_experts", 0):
+        shared = 4 * (getattr(config, "shared_expert_intermediate_size", 0) or 0)
+        chosen = config.num_experts_per_tok * (4 * config.moe_intermediate_size + 3 * hidden)
+        mlp = max(mlp, (shared + chosen) * itemsize)
+    head = getattr(config, "head_dim", None) or hidden // config.num_attention_heads
+    queries, keys = config.num_attention_heads * head, config.num_key_value_heads * head
+    attention = (6 * queries + 6 * keys) * itemsize
+    mixer = 0
+    if "linear_attention" in (getattr(config, "layer_types", None) or ()):
+        values = config.linear_num_value_heads
+        k = config.linear_num_key_heads * config.linear_key_head_dim
+        v = values * config.linear_value_head_dim
+        if path == "torch":  # the fallback works in fp32, with the keys repeated for every value head
+            core = 12 * v * 4 + 5 * values * 64 * 4
+        else:  # normed q and k; w, u, new values, output; per chunk of 64 the matrix A and a copy of the state
+            core = (2 * k + 5 * v) * itemsize + values * 64 * 6 + v * config.linear_key_head_dim * itemsize // 64
+        mixer = (2 * (2 * k + v) + v) * itemsize + core
+    carried = past * (4 * keys * itemsize + 2 * tokens) if past else 0
+    return tokens * (hidden * 3 * itemsize + max(norm, mlp, attention, mixer)) + carried
+
+
+def context_bytes() -> int:
+    """What this process holds on the GPU beside torch's allocations, after a first product; creates the context.
+
+    From nvidia-smi's entry of this process; where that is not told (in some containers), the largest context seen on a
+    Hopper GPU with CUDA 13.
+    """
+    import torch
+
+    square = torch.ones(256, 256, device="cuda", dtype=torch.bfloat16)
+    (square @ square).sum().item()
+    torch.cuda.synchronize()
+    own = process_bytes()
+    return max(own - torch.cuda.memory_reserved(), 256 * MIB) if own is not None else 640 * MIB
+
+
+def host_bytes() -> int:
+    """Memory of this machine that is free or can be freed, by /proc/meminfo; 4 GiB where that is not told."""
+    told = Path("/proc/meminfo")
+    lines = told.read_text(encoding="ascii").splitlines() if told.is_file() else []
+    sizes = {name: value for name, _, value in (line.partition(":") for line in lines)}
+    return int(sizes["MemAvailable"].split()[0]) * 1024 if "MemAvailable" in sizes else 4 << 30
+
+
+def process_bytes() -> int | None:
+    """GPU memory of this process by nvidia-smi, context included; None where it is not told."""
+    for line in _smi("--query-compute-apps=pid,used_gpu_memory"):
+        pid, _, used = line.partition(",")
+        if pid.strip() == str(os.getpid()) and used.strip().isdigit():
+            return int(used) * MIB
+    return None
+
+
+def _smi(*args: str) -> list[str]:
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return []
+    command = [program, *args, "--format=csv,noheader,nounits"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    return done.stdout.splitlines() if done.returncode == 0 else []

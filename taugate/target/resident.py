@@ -1,0 +1,173 @@
+"""The resident engine: the whole text model on one GPU, on several (`device_map="auto"` of accelerate), or on a CPU.
+
+Loaded by transformers itself, so that it checks the streamed engine's own reading; parameters that a checkpoint stores
+in fp32 for a reason (`Layout.fp32_keys`) are put back afterwards, since transformers casts them.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from taugate.errors import GpuMemoryError
+from taugate.target import memory
+from taugate.target.kernels import enter_layer
+from taugate.target.layout import open_layout
+from taugate.target.loading import Loader
+from taugate.target.outbox import finite
+from taugate.target.progress import LayerDone, SequenceDone
+from taugate.target.segments import cache_argument, new_cache, segments
+from taugate.target.skeleton import ATTENTION, fill, needed_depth, text_model_config
+from taugate.target.store import FINAL_HIDDEN, tap_name
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# Multimodal checkpoints name the text model's tensors model.language_model.…; the text model itself has no prefix.
+_RENAMED = {r"^model\.language_model\.": "", r"^language_model\.model\.": ""}
+
+# Beside its weights a GPU needs the context, a segment's scratch and states; accelerate leaves no room for them.
+BESIDE = 2048 * memory.MIB
+
+
+class Resident:
+    """Layers 0…deepest of a checkpoint, loaded whole. caps: bytes that each GPU may hold, context included."""
+
+    def __init__(
+        self, directory: Path, dtype: Any, device: str, taps: list[int], final: bool, caps: list[int]
+    ) -> None:
+        layout = open_layout(directory)
+        self.taps, self.final, self.device = taps, final, device
+        depth = needed_depth(text_model_config(directory).num_hidden_layers, taps, final)
+        self.config = text_model_config(directory, depth)
+        self.model = _load(directory, self.config, dtype, _device_map(device, caps, model_bytes(layout, depth, dtype)))
+        self._restore_fp32(layout, depth)
+        self._restore_frequencies()
+        self._cache_argument = cache_argument(self.model.forward)
+
+    @staticmethod
+    def fits(caps: list[int], needed: int) -> bool:
+        """Whether GPUs with these bytes to give hold a model of `needed` bytes."""
+        return sum(max(0, cap - BESIDE) for cap in caps) >= needed
+
+    def facts(self) -> dict[str, Any]:
+        """Where the layers are."""
+        placed = getattr(self.model, "hf_device_map", None) or {"": self.device}
+        return {"name": "resident", "devices": sorted({str(device) for device in placed.values()})}
+
+    def states(self, sequences: Sequence[Sequence[int]]) -> Iterator[LayerDone | SequenceDone]:
+        """Raises CheckpointError for a state that is not finite."""
+        for index, token_ids in enumerate(sequences):
+            yield SequenceDone(index, self._run(list(token_ids)))
+
+    def _run(self, token_ids: list[int]) -> dict[str, Tensor]:
+        import torch
+
+        kept: dict[str, list[Tensor]] = defaultdict(list)
+        pieces = segments(len(token_ids))
+        cache = new_cache(self.config) if len(pieces) > 1 else None
+        given = {self._cache_argument: cache} if cache is not None else {}
+        first = "cpu" if self.device == "cpu" else next(self.model.parameters()).device
+        with torch.inference_mode(), self._hooks(kept):
+            for begin, end in pieces:
+                ids = torch.tensor([token_ids[begin:end]], device=first)
+                out = self.model(input_ids=ids, use_cache=cache is not None, **given)
+                if self.final:
+                    kept[FINAL_HIDDEN].append(out.last_hidden_state)
+            states = {name: torch.cat(parts, dim=1)[0] for name, parts in kept.items()}
+            return {name: finite(name, state).to("cpu", torch.bfloat16).contiguous() for name, state in states.items()}
+
+    @contextmanager
+    def _hooks(self, kept: dict[str, list[Tensor]]) -> Iterator[None]:
+        """Keep each tapped layer's output, and say which layer runs."""
+
+        def before(layer: int) -> Any:
+            return lambda _module, _inputs: enter_layer(layer)
+
+        def after(layer: int) -> Any:
+            def keep(_module: Any, _inputs: Any, output: Any) -> None:
+                kept[tap_name(layer)].append(output[0] if isinstance(output, tuple) else output)
+
+            return keep
+
+        with ExitStack() as stack:
+            for layer, module in enumerate(self.model.layers):
+                stack.callback(module.register_forward_pre_hook(before(layer)).remove)
+                if layer in self.taps:
+                    stack.callback(module.register_forward_hook(after(layer)).remove)
+            yield
+            enter_layer(-1)
+
+    def _restore_fp32(self, layout: Any, depth: int) -> None:
+        """transformers loads everything in one precision; what the checkpoint keeps in fp32 is read again."""
+        import torch
+
+        for layer in range(depth):
+            module = self.model.layers[layer]
+            own = layout.layer_tensors(layer)
+            keep = {key: own[key] for key in own if f"layers.{layer}.{key}" in layout.fp32_keys}
+            if not keep:
+                continue
+            device = next(module.parameters()).device
+            values = {key: torch.empty(t.shape, dtype=torch.float32, device=device) for key, t in keep.items()}
+            with Loader("cpu" if device.type == "cpu" else "cuda", readers=1) as loader, torch.cuda.device(
+                device if device.type == "cuda" else -1
+            ):
+                loader.start(keep, values).arrive()
+            fill(module, values)
+
+    def _restore_frequencies(self) -> None:
+        """Rotary frequencies are computed on the CPU in both engines: a GPU's power function rounds differently."""
+        rotary = self.model.rotary_emb
+        fresh = type(rotary)(config=self.config)
+        for name, buffer in rotary.named_buffers():
+            buffer.copy_(dict(fresh.named_buffers())[name])
+
+
+def model_bytes(layout: Any, depth: int, dtype: Any) -> int:
+    """Bytes of layers 0…depth-1, embedding and final norm in `dtype`."""
+    deep = {f"layers.{layer}." for layer in range(depth)}
+    width = {"BF16": 2, "F16": 2, "F32": 4}
+    counted = [t for k, t in layout.tensors.items() if not k.startswith("layers.") or _prefix(k) in deep]
+    return sum(t.nbytes // width[t.dtype] * dtype.itemsize for t in counted)
+
+
+def _prefix(key: str) -> str:
+    return ".".join(key.split(".")[:2]) + "."
+
+
+def _device_map(device: str, caps: list[int], needed: int) -> dict[str, Any]:
+    """Arguments of from_pretrained: one device if it takes the model, else all GPUs. Raises GpuMemoryError."""
+    if device == "cpu":
+        return {}
+    if not Resident.fits(caps, needed):
+        raise GpuMemoryError(
+            f"a resident capture of this target needs {needed // memory.MIB} MiB, and {BESIDE // memory.MIB} MiB "
+            f"on each GPU beside, but {len(caps)} GPUs offer {sum(caps) // memory.MIB} MiB; "
+            'set capture.engine to "streamed" or "auto"'
+        )
+    room = [max(0, cap - BESIDE) for cap in caps]
+    if room[0] >= needed:
+        return {"device_map": {"": device}}
+    return {"device_map": "auto", "max_memory": dict(enumerate(room))}
+
+
+def _load(directory: Path, config: Any, dtype: Any, placement: dict[str, Any]) -> Any:
+    from transformers import AutoModel
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()  # standard output and error belong to the job's own lines
+    model = AutoModel.from_pretrained(
+        directory, config=config, dtype=dtype, local_files_only=True, attn_implementation=ATTENTION,
+        key_mapping=_RENAMED, **placement,
+    )  # fmt: skip
+    away = {str(where) for where in getattr(model, "hf_device_map", {}).values()} & {"cpu", "disk"}
+    if away and placement:
+        raise GpuMemoryError(
+            f"accelerate put parts of the target on {', '.join(sorted(away))} for want of GPU memory; "
+            'set capture.engine to "streamed" or "auto"'
+        )
+    return model.eval().requires_grad_(False)

@@ -1,0 +1,191 @@
+"""The streamed engine: all prompts go through layer L before layer L+1 is there, so a large model needs little GPU.
+
+Two layer buffers take turns: while the prompts go through one, the next layer arrives in the other (`loading`). With
+room for a single buffer the ring of pinned memory still reads ahead. Between layers the prompts' hidden states wait on
+the GPU, or in pinned host memory where the ceiling leaves no room. On a CPU the same loop runs without streams.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from taugate.target import memory
+from taugate.target.kernels import enter_layer
+from taugate.target.loading import Loader, Loading, aligned_bytes, read_rows, views
+from taugate.target.outbox import Outbox
+from taugate.target.progress import LayerDone, SequenceDone
+from taugate.target.segments import new_cache, segments
+from taugate.target.skeleton import Skeleton, fill
+from taugate.target.store import FINAL_HIDDEN, tap_name
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# Prompts of one pass share the host's memory with their finished states; this part of what is free may go to them.
+HOST_SHARE = 0.5
+
+
+class Streamed:
+    """Layers 0…deepest of a checkpoint, streamed. limit: bytes of GPU memory, context included; None: what is free."""
+
+    def __init__(
+        self, directory: Path, path: str, dtype: Any, device: str, taps: list[int], final: bool, limit: int | None
+    ) -> None:
+        self.skeleton = Skeleton(directory, taps, final, dtype, device)
+        self.path, self.taps, self.final, self.device, self.limit = path, taps, final, device, limit
+        self.plan: memory.Plan | None = None
+        layout = self.skeleton.layout
+        self._tensors = [layout.layer_tensors(layer) for layer in range(self.skeleton.depth)]
+        self._dtypes = [self.skeleton.dtypes(f"layers.{n}.", t) for n, t in enumerate(self._tensors)]
+        self._sizes = [aligned_bytes(t, d) for t, d in zip(self._tensors, self._dtypes, strict=True)]
+
+    def facts(self) -> dict[str, Any]:
+        """The plan of memory in MiB."""
+        return {"name": "streamed", **({"plan": self.plan.to_json()} if self.plan else {})}
+
+    def states(self, sequences: Sequence[Sequence[int]]) -> Iterator[LayerDone | SequenceDone]:
+        """Raises GpuMemoryError before anything is loaded, CheckpointError for a state that is not finite."""
+        for group in self._groups(sequences):
+            yield from self._pass([sequences[index] for index in group], group)
+
+    def _groups(self, sequences: Sequence[Sequence[int]]) -> Iterator[list[int]]:
+        """Sequences of one pass over the model: as many as the host can hold the states of."""
+        states = len(self.taps) + self.final + 2
+        room = HOST_SHARE * memory.host_bytes() / (states * 2 * self.skeleton.config.hidden_size)
+        group: list[int] = []
+        for index, ids in enumerate(sequences):
+            if group and sum(len(sequences[i]) for i in group) + len(ids) > room:
+                yield group
+                group = []
+            group.append(index)
+        if group:
+            yield group
+
+    def _plan(self, sequences: Sequence[Sequence[int]]) -> memory.Plan | None:
+        """The plan for these sequences, with torch's allocator held to it; None on a CPU."""
+        if self.device == "cpu":
+            return None
+        import torch
+
+        config, itemsize = self.skeleton.config, self.skeleton.dtype.itemsize
+        state = config.hidden_size * itemsize
+        context = memory.context_bytes()
+        free, total = torch.cuda.mem_get_info()
+        limit, reason = free + context + torch.cuda.memory_reserved(), "the other processes on the GPU"
+        if self.limit is not None and self.limit < limit:
+            limit, reason = self.limit, "capture.max_gpu_memory"
+        longest = max(len(ids) for ids in sequences)
+        piece = max(end - begin for begin, end in segments(longest))
+        past = longest - piece if longest > piece else 0
+        plan = memory.plan_streaming(
+            limit,
+            context,
+            max(self._sizes),
+            memory.scratch_bytes(config, piece, itemsize, self.path, past),
+            sum(map(len, sequences)) * state,
+            # In and out of a layer, their pieces, and two in the outbox.
+            5 * longest * state,
+            reason,
+        )
+        torch.cuda.set_per_process_memory_fraction(min(1.0, (limit - context - memory.LAZY_KERNELS) / total))
+        return plan
+
+    def _pass(self, sequences: list[Sequence[int]], indices: list[int]) -> Iterator[LayerDone | SequenceDone]:
+        import torch
+
+        self.plan = self._plan(sequences)
+        depth, begun = self.skeleton.depth, time.monotonic()
+        count = min(self.plan.buffers if self.plan else 2, depth)
+        buffers = [torch.empty(max(self._sizes), dtype=torch.uint8, device=self.device) for _ in range(count)]
+        with Loader(self.device) as loader, Outbox(self.device) as outbox, torch.inference_mode():
+            under_way = {layer: self._start(loader, layer, buffers[layer], None) for layer in range(count)}
+            waiting = Waiting(self._embedded(sequences), self.device, self.plan.waiting if self.plan else "host")
+            for layer in range(depth):
+                loading, weights = under_way.pop(layer)
+                loading.arrive()
+                self._layer(layer, weights, waiting, indices, outbox)
+                if layer + count < depth:
+                    done = torch.cuda.current_stream().record_event() if loader.cuda else None
+                    buffer = buffers[layer % count]
+                    under_way[layer + count] = self._start(loader, layer + count, buffer, done)
+                spent = time.monotonic() - begun
+                left = spent / (layer + 1) * (depth - layer - 1)
+                yield LayerDone(layer, depth, len(sequences), self._sizes[layer], round(left, 1))
+            if self.final:
+                self._norm(loader, waiting, indices, outbox)
+            for index in indices:
+                yield SequenceDone(index, outbox.take(index))
+
+    def _start(self, loader: Loader, layer: int, buffer: Tensor, after: Any) -> tuple[Loading, dict[str, Tensor]]:
+        weights = views(buffer, self._tensors[layer], self._dtypes[layer])
+        return loader.start(self._tensors[layer], weights, after), weights
+
+    def _layer(
+        self, layer: int, weights: dict[str, Tensor], waiting: Waiting, indices: list[int], outbox: Outbox
+    ) -> None:
+        """All waiting prompts through one layer."""
+        module = self.skeleton.layers[layer]
+        fill(module, weights)
+        enter_layer(layer)
+        for place, index in enumerate(indices):
+            out = self._through(layer, module, waiting.take(place))
+            if layer in self.taps:
+                outbox.put(index, tap_name(layer), out)
+            waiting.put(place, out)
+
+    def _through(self, layer: int, module: Any, hidden: Tensor) -> Tensor:
+        """One prompt [1, S, H] through one layer, segment by segment."""
+        import torch
+
+        pieces = segments(hidden.shape[1])
+        cache = new_cache(self.skeleton.config) if len(pieces) > 1 else None
+        out = []
+        for begin, end in pieces:
+            call = self.skeleton.calls(begin, end, cache is not None)[layer]
+            done = module(hidden[:, begin:end], **self.skeleton.with_cache(call, cache))
+            out.append(done[0] if isinstance(done, tuple) else done)
+        return out[0] if len(out) == 1 else torch.cat(out, dim=1)
+
+    def _norm(self, loader: Loader, waiting: Waiting, indices: list[int], outbox: Outbox) -> None:
+        """The final norm over every prompt."""
+        import torch
+
+        stored = {"weight": self.skeleton.layout.tensors["norm.weight"]}
+        weights = {"weight": torch.empty(stored["weight"].shape, dtype=self.skeleton.dtype, device=self.device)}
+        loader.start(stored, weights).arrive()
+        fill(self.skeleton.norm, weights)
+        for place, index in enumerate(indices):
+            hidden = waiting.take(place)
+            normed = [self.skeleton.norm(hidden[:, begin:end]) for begin, end in segments(hidden.shape[1])]
+            outbox.put(index, FINAL_HIDDEN, torch.cat(normed, dim=1))
+
+    def _embedded(self, sequences: list[Sequence[int]]) -> list[Tensor]:
+        """Embedding rows [1, S, H] of each sequence on the CPU; the table never goes to the GPU."""
+        import torch
+
+        table = self.skeleton.layout.tensors["embed_tokens.weight"]
+        rows = read_rows(table, torch.tensor([token for ids in sequences for token in ids], dtype=torch.long))
+        return [part[None].to(self.skeleton.dtype) for part in rows.split([len(ids) for ids in sequences])]
+
+
+class Waiting:
+    """Hidden states [1, S, H] of the prompts between two layers. where: "gpu", or "host" for pinned memory."""
+
+    def __init__(self, hidden: list[Tensor], device: str, where: str) -> None:
+        self.device, self.moves = device, device != "cpu" and where == "host"
+        if self.moves:
+            self.hidden = [state.pin_memory() for state in hidden]
+        else:
+            self.hidden = [state.to(device, non_blocking=True) for state in hidden]
+
+    def take(self, place: int) -> Tensor:
+        return self.hidden[place].to(self.device, non_blocking=True) if self.moves else self.hidden[place]
+
+    def put(self, place: int, state: Tensor) -> None:
+        if self.moves:
+            self.hidden[place].copy_(state, non_blocking=True)
+        else:
+            self.hidden[place] = state
