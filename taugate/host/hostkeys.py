@@ -5,9 +5,10 @@ error says how to add one.
 from __future__ import annotations
 
 import base64
+import fnmatch
 import re
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import paramiko
@@ -30,12 +31,43 @@ def trust(client: paramiko.SSHClient, route: Route) -> None:
         client.set_missing_host_key_policy(PinnedKeys(route))
         return
     for path in route.known_hosts:
-        if path.exists():  # a missing file means that it knows no host
-            try:
-                client.load_host_keys(str(path))
-            except (OSError, paramiko.SSHException, paramiko.hostkeys.InvalidHostKey) as error:
-                raise HostKeyError(f"the known_hosts file {path} cannot be read: {error}") from error
+        _load(client, path, entry_name(route))
     client.set_missing_host_key_policy(StrictKeys(route))
+
+
+def _load(client: paramiko.SSHClient, path: Path, name: str) -> None:
+    """Trust what `path` holds for the host that is called `name` there; a missing file knows no host.
+
+    paramiko's own reader takes no wildcards, and no file with a line for certificates or revoked keys.
+    """
+    try:
+        lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+        for number, line in enumerate(lines, 1):
+            entry = None if line.startswith(("#", "@")) else paramiko.hostkeys.HostKeyEntry.from_line(line, number)
+            if entry and entry.key and _matches(name, entry.hostnames):
+                client.get_host_keys().add(name, entry.key.get_name(), entry.key)
+    except (OSError, paramiko.SSHException, paramiko.hostkeys.InvalidHostKey) as error:
+        raise HostKeyError(f"the known_hosts file {path} cannot be read: {error}") from error
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    if any(pattern.startswith("!") and fnmatch.fnmatchcase(name, _glob(pattern[1:])) for pattern in patterns):
+        return False
+    return any(
+        paramiko.HostKeys.hash_host(name, pattern) == pattern
+        if pattern.startswith("|1|")
+        else fnmatch.fnmatchcase(name, _glob(pattern))
+        for pattern in patterns
+    )
+
+
+def _glob(pattern: str) -> str:
+    return pattern.replace("[", "[[]")  # brackets are around the address of a host with a port
+
+
+def entry_name(route: Route) -> str:
+    """What known_hosts files call the host."""
+    return route.key_name or (route.address if route.port == 22 else f"[{route.address}]:{route.port}")
 
 
 class StrictKeys(paramiko.RejectPolicy):
@@ -80,8 +112,7 @@ def refuse_revoked(route: Route, key: paramiko.PKey) -> None:
 
 def changed_key(route: Route, key: paramiko.PKey) -> HostKeyError:
     """The error for a key that differs from the known one."""
-    entry = route.key_name or (route.address if route.port == 22 else f"[{route.address}]:{route.port}")
-    forget = f"ssh-keygen -R {shlex.quote(entry)} -f {shlex.quote(str(route.known_hosts[0]))}"
+    forget = f"ssh-keygen -R {shlex.quote(entry_name(route))} -f {shlex.quote(str(route.known_hosts[0]))}"
     return HostKeyError(
         f"the SSH key of {_machine(route)} ({describe(key)}) is not the one in {_files(route)}, so this may be another"
         f" machine: after checking its fingerprint on the host, replace it with `{forget} && {add_command(route, key)}`"
@@ -94,8 +125,7 @@ def add_command(route: Route, key: paramiko.PKey) -> str:
     if not (route.key_name or route.jumps or route.command):
         return f"ssh-keyscan -p {route.port} {shlex.quote(route.address)} >> {file}"
     # ssh-keyscan knows neither an alias nor a jump host.
-    entry = route.key_name or (route.address if route.port == 22 else f"[{route.address}]:{route.port}")
-    return f"echo {shlex.quote(f'{entry} {key.get_name()} {key.get_base64()}')} >> {file}"
+    return f"echo {shlex.quote(f'{entry_name(route)} {key.get_name()} {key.get_base64()}')} >> {file}"
 
 
 def describe(key: paramiko.PKey) -> str:

@@ -164,24 +164,28 @@ class SshTransport:
     def _session(self, timeout: float) -> paramiko.Channel:
         """A new session. Where sshd refuses one more on a connection (MaxSessions), on another connection."""
         end = time.monotonic() + timeout
-        self._any_login()
         while True:
+            self._any_login()
             with self._lock:
-                logins = [login for login in self._logins if login.active]
+                logins = list(self._logins)
+            refusals: list[paramiko.ChannelException] = []
             for login in logins:
                 try:
                     return login.transport.open_session(timeout=max(0.01, end - time.monotonic()))
                 except paramiko.ChannelException as error:
-                    refusal = error
+                    refusals.append(error)
                 except LOST as error:
-                    raise self._lost(error) from error
+                    if login.active or time.monotonic() >= end:
+                        raise self._lost(error) from error
+            if len(refusals) < len(logins):  # one was lost, and nobody had noticed: nothing has been asked of it yet
+                continue
             if len(logins) < _MAX_LOGINS:
                 return self._session_of_a_new_login()
             if time.monotonic() >= end:
                 raise HostError(
-                    f"{self.name} refused one more session ({refusal.text}) on each of {len(logins)} connections for"
-                    f" {timeout:g} s: raise MaxSessions in its sshd"
-                ) from refusal
+                    f"{self.name} refused one more session ({refusals[0].text}) on each of {len(logins)} connections"
+                    f" for {timeout:g} s: raise MaxSessions in its sshd"
+                ) from refusals[0]
             time.sleep(_REFUSED_PAUSE_S)
 
     def _session_of_a_new_login(self) -> paramiko.Channel:

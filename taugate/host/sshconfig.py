@@ -23,7 +23,10 @@ from taugate.errors import HostError
 
 DEFAULT_KEYS = ("~/.ssh/id_ed25519", "~/.ssh/id_ecdsa", "~/.ssh/id_rsa")
 _USER_CONFIG, _SYSTEM_CONFIG = "~/.ssh/config", "/etc/ssh/ssh_config"
-_KNOWN_HOSTS = ("~/.ssh/known_hosts", "/etc/ssh/ssh_known_hosts")
+_KNOWN_HOSTS = {
+    "userknownhostsfile": "~/.ssh/known_hosts ~/.ssh/known_hosts2",
+    "globalknownhostsfile": "/etc/ssh/ssh_known_hosts /etc/ssh/ssh_known_hosts2",
+}
 _JUMP = re.compile(r"(?:ssh://)?(?:(?P<user>[^@\s]+)@)?(?P<host>\[[^\]]+\]|[^\s:@]+)(?::(?P<port>\d+))?/?")
 _UNREADABLE = re.compile(r"^\s*(include\b|match\b.*\bexec\b)", re.IGNORECASE | re.MULTILINE)
 _MAX_JUMPS = 8
@@ -100,8 +103,8 @@ def _resolve(
         key_name=one.get("hostkeyalias", ""),
         pins=pins,
     )
-    files = [*shlex.split(one.get("userknownhostsfile", "")), *shlex.split(one.get("globalknownhostsfile", ""))]
-    trusted = [known_hosts] if known_hosts else [_path(file, route) for file in files or _KNOWN_HOSTS]
+    files = [file for name, usual in _KNOWN_HOSTS.items() for file in shlex.split(one.get(name, usual))]
+    trusted = [known_hosts] if known_hosts else [_path(file, route) for file in files if file != "none"]
     names = told.get("identityfile") or DEFAULT_KEYS
     keys = (key.expanduser(),) if key else tuple(path for name in names if (path := _path(name, route)).is_file())
     jumps: tuple[Route, ...] = ()

@@ -170,9 +170,9 @@ class _Keys:
         for path in step.keys:
             try:
                 yield f"the key {path}", paramiko.PKey.from_path(path)
-            except paramiko.PasswordRequiredException:
+            except (paramiko.PasswordRequiredException, TypeError):  # the latter from `cryptography`
                 self.locked.append(str(path))
-            except (paramiko.SSHException, paramiko.pkey.UnknownKeyType, OSError, ValueError, TypeError) as error:
+            except (paramiko.SSHException, paramiko.pkey.UnknownKeyType, OSError, ValueError) as error:
                 self.refused.append(f"the key {path} ({why(error)})")
 
 
