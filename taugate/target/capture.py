@@ -13,7 +13,7 @@ from typing import Any
 
 from taugate.files import sha256_file, sha256_json
 from taugate.target import memory
-from taugate.target.compilations import Compilations, counted_compilations
+from taugate.target.compilations import Compilations, counted_compilations, share_autotuning
 from taugate.target.progress import LayerDone, SequenceDone
 
 __all__ = ["Capture", "LayerDone", "SequenceDone", "code_sha256", "pick_device"]
@@ -59,6 +59,7 @@ class Capture:
         engine: str = "auto",
         max_gpu_memory: int | None = None,
     ) -> None:
+        share_autotuning()
         import torch
 
         from taugate.target.skeleton import text_model_config

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,6 +19,14 @@ class Compilations:
 
     def to_json(self) -> dict[str, Any]:
         return {"compiled": len(self.compiled), "cached": self.cached, "kernels": sorted(set(self.compiled))}
+
+
+def share_autotuning() -> None:
+    """Let Triton keep the timings of its autotuner in its cache directory, so that every process picks the same
+    configurations; has to come before Triton is imported. fla's own switch for its kernels is set as well.
+    """
+    os.environ.setdefault("TRITON_CACHE_AUTOTUNING", "1")
+    os.environ.setdefault("FLA_CACHE_RESULTS", "1")
 
 
 @contextmanager
