@@ -118,9 +118,10 @@ class Completions(Section):
 
 
 class Capture(Section):
-    kernel_path: Literal["torch", "fla"] = "torch"
+    kernel_path: Literal["torch", "fla", "hub", "flash_qla"] = "torch"
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     device: Text = "auto"
+    engine: Literal["auto", "resident", "streamed"] = "auto"
     max_gpu_memory: Annotated[str, Field(pattern=_MEMORY)] = "auto"
     beside: bool = False
 
