@@ -158,6 +158,8 @@ class World:
                 " 30s\nRestart=always\n"
                 "NRestarts=0\nUnitFileState=enabled\nInvocationID=a\n"
             )
+        if argv[0] == "sh":  # the unit's files
+            return 0, f"[Service]\n--- environment\n{'a' * 64}  /etc/default/sglang\n"
         if argv[0] == "find":
             return 0, "".join(f"{pid}\n" for pid in self.pids())
         if argv[0] == "cat":

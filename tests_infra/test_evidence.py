@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from fixtures.evidence import NOT_GIVEN_BACK
 from taugate.errors import EvidenceError
 from taugate.report.results import ResultsWriter, read_results
 from tests_infra.inner import make_suite
@@ -37,7 +38,7 @@ def test_a_verdict_and_a_window_are_enough(pytester):
         (WINDOW + "pass", "no verdict"),
         (WINDOW + "evidence.add(NOT_NEEDED)", "no verdict"),
         (WINDOW + "evidence.add(VERDICT)", "no window was recorded"),
-        (WINDOW + "evidence.add(VERDICT); evidence.add(NOT_NEEDED | {'outcome': 'broken'})", "broken"),
+        (WINDOW + "evidence.add(VERDICT); evidence.add(NOT_NEEDED | {'outcome': 'odd'})", "a window ended odd"),
         (WINDOW + "evidence.add(VERDICT | {'outcome': 'fail'}); evidence.add(NOT_NEEDED)", "verdict fail"),
         (WINDOW + "evidence.add(VERDICT | {'outcome': 'inconclusive'}); evidence.add(NOT_NEEDED)", "inconcl"),
         (WINDOW + "evidence.add(VERDICT); evidence.add(NOT_NEEDED); pytest.skip('x')", "1 of 1 gpu_window"),
@@ -51,6 +52,16 @@ def test_a_verdict_and_a_window_are_enough(pytester):
 )  # fmt: skip
 def test_a_gate_without_evidence_is_red(pytester, body, sentence):
     assert_not_green(run_gate(pytester, body), sentence)
+
+
+@pytest.mark.parametrize("body", ["pass", "assert False", "raise KeyboardInterrupt"])
+def test_a_server_that_was_not_given_back_has_an_exit_code_of_its_own(pytester, body):
+    broken = "{'type': 'window', 'outcome': 'broken', 'error': 'a.service was not restored: it failed'}"
+    result = run_gate(pytester, WINDOW + f"evidence.add(VERDICT); evidence.add({broken})\n    {body}")
+    assert result.ret == NOT_GIVEN_BACK == 70
+    result.stdout.fnmatch_lines(["*NOT GIVEN BACK (exit code 70): a.service was not restored: it failed"])
+    end = read_results(pytester.path / ".taugate/reports/results.jsonl")[-1]
+    assert end["exit_status"] == 70
 
 
 def test_other_exit_codes_are_left_alone(pytester):

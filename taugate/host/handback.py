@@ -6,9 +6,11 @@ import time
 from collections.abc import Callable
 
 from taugate.errors import HostError, LeaseLost, WindowError
+from taugate.host import fingerprint
 from taugate.host.host import Host
 from taugate.host.lease import Lease
-from taugate.host.record import Journal, Phase, compare_canary
+from taugate.host.notify import notify
+from taugate.host.record import Journal, Phase, WindowSettings, compare_canary
 from taugate.host.renewer import Renewer
 from taugate.host.restore import Restore
 from taugate.host.sglang import Generation
@@ -27,12 +29,15 @@ class Handback:
         lease: Lease,
         renewer: Renewer,
         restore: Restore,
+        settings: WindowSettings,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._host, self._journal, self._record = host, journal, journal.record
         self._lease, self._renewer, self._restore, self._clock = lease, renewer, restore, clock
+        self._settings = settings
         self._disarms = 0
         self._stopped_at: float | None = None
+        self.fingerprint: dict[str, str] = {}  # as it was before the stop
 
     def run(self, stopped_at: float | None, canary: Generation) -> None:
         """All steps in order. After an interrupt, call it again: it begins with the first and does no harm.
@@ -83,17 +88,22 @@ class Handback:
         self._record.downtime_s = self._clock() - stopped_at
         self._record.start_s = self._clock() - begun
         self._record.canary = compare_canary(self._canary, answers[0])
-        self._compare_memory()
+        self._compare()
         return True
 
-    def _compare_memory(self) -> None:
-        """Note GPUs on which the server does not hold what it held before; by itself that breaks nothing."""
+    def _compare(self) -> None:
+        """Write down what is not as before, in memory or in any field; by itself that breaks nothing."""
         try:
-            now = {gpu.uuid: gpu.used_mib for gpu in self._host.gpus().gpus}
+            gpus = self._host.gpus()
+            now = {gpu.uuid: gpu.used_mib for gpu in gpus.gpus}
+            after = fingerprint.take(self._host, self._record.identity_after, gpus)
         except HostError as error:
-            self._record.notes.append(f"the GPU memory after the restore is unknown: {error}")
+            self._record.notes.append(f"what else is different after the restore is unknown: {error}")
             return
         self._record.gpus_after_mib = now
+        if self.fingerprint:
+            differ = fingerprint.differences(self.fingerprint, after)
+            self._record.fingerprint = {"fields": len(after), "differ": differ}
         for uuid, before in self._record.gpus_before_mib.items():
             if abs(now.get(uuid, 0) - before) > _SAME_MEMORY * before:
                 self._record.notes.append(f"{uuid} held {before} MiB before and holds {now.get(uuid, 0)} MiB now")
@@ -129,4 +139,10 @@ class Handback:
                 self._lease.quarantine(why)
             except HostError as error:  # whatever keeps us from the host: the error to report is the first one
                 self._record.notes.append(f"the host could not be quarantined: {error}")
+            self._tell_somebody()
         return WindowError(self._record.error)
+
+    def _tell_somebody(self) -> None:
+        record = self._record
+        facts = {"event": "restore failed", "host": record.host, "service": record.service, "window": record.window_id}
+        record.notes += notify(record.error, facts, self._settings.notify, self._settings.webhook)

@@ -40,12 +40,13 @@ class WindowSettings:
     none). verify_requests: real generations that must succeed before the server counts as serving again.
     request_timeout_s: what one of these, or the canary, may take. persist_s: how long a step of the restore
     is tried again when the host does not answer or refuses. drain_s: how long to wait, before the stop, until
-    the server has no requests; 0 = stop at once. on_busy: what to do when it still has some then.
+    the server has no requests; 0 = stop at once. on_busy: what to do when it still has some then. notify, webhook: who is told that
+    the server did not come back (see notify.py).
     """
 
     canary_input_ids: tuple[int, ...]
     canary_tokens: int = 16
-    verify_requests: int = 2
+    verify_requests: int = 4
     ttl_s: float = 600.0
     stop_timeout_s: float | None = None
     free_timeout_s: float = 120.0
@@ -58,6 +59,8 @@ class WindowSettings:
     poll_s: float = 0.5
     window_id: str = field(default_factory=new_window_id)
     owner: str | None = None
+    notify: tuple[str, ...] = ()
+    webhook: str | None = None
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,7 @@ class WindowRecord:
     outcome: "" while open, then "restored" (it serves again) or "broken" (a person must look). downtime_s:
     from the stop command to the last verified request, None if it was never stopped. lease_lost: "" or why
     the window was not exclusive to its end. error: "" or the sentence that made it broken.
+    fingerprint: how many "fields" of the server were compared with those before the stop, and which "differ".
     """
 
     window_id: str
@@ -88,6 +92,7 @@ class WindowRecord:
     start_s: float | None = None
     escalations: list[str] = field(default_factory=list)
     canary: dict[str, Any] = field(default_factory=dict)
+    fingerprint: dict[str, Any] = field(default_factory=dict)
     gpus_before_mib: dict[str, int] = field(default_factory=dict)
     gpus_after_mib: dict[str, int] = field(default_factory=dict)
     identity_before: ServerIdentity | None = None

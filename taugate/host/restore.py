@@ -76,20 +76,22 @@ class Restore:
     def verify(self) -> list[Generation] | None:
         """Real generations, all of which must succeed; the first can be compared with the canary.
 
+        The others begin elsewhere in the same prompt, so that no cache has them.
+
         None if the unit has stopped meanwhile, so that it must be started again. Raises WindowError.
         """
         count = max(2, self._settings.verify_requests)
         answers: list[Generation] = []
         for number in range(count):
-            answer = self.persist(self._generate, f"test request {number + 1} of {count}")
+            answer = self.persist(lambda shift=number: self._generate(shift), f"test request {number + 1} of {count}")
             if answer is None:
                 return None
             answers.append(answer)
         return answers
 
-    def _generate(self) -> Generation | None:
+    def _generate(self, shift: int) -> Generation | None:
         try:
-            return take_canary(self._host, self._settings)
+            return take_canary(self._host, self._settings, shift)
         except HostError:
             if self._host.unit.show().active != "active":
                 return None
@@ -148,7 +150,11 @@ class Restore:
         self._lease.start(self._host.unit.name)
 
 
-def take_canary(host: Host, settings: WindowSettings) -> Generation:
-    """The canary's greedy continuation from the running server. Raises HostError."""
+def take_canary(host: Host, settings: WindowSettings, shift: int = 0) -> Generation:
+    """The canary's greedy continuation from the running server; shift: of its ids rotated by so many.
+
+    Raises HostError.
+    """
     ids, tokens = settings.canary_input_ids, settings.canary_tokens
+    ids = ids[shift % len(ids) :] + ids[: shift % len(ids)]
     return host.server.generate(ids, tokens, top_logprobs=2, deadline=settings.request_timeout_s)

@@ -5,6 +5,7 @@ needed.
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,19 +16,31 @@ from taugate.host.transport import Transport
 from taugate.host.tunnel import Reply, request
 
 
+# Names of fields of /server_info that are new at every start.
+_CHANGES = re.compile(r"seed|time|status|pid|port|throughput|_addr|uuid|launch_command|version|created")
+
+
 @dataclass(frozen=True)
 class ServerIdentity:
-    """What a server says it is. launch_command: its argv as one shell line; "" on servers too old to tell."""
+    """What a server says it is. launch_command: its argv as one shell line; "" on servers too old to tell.
+
+    info: all of /model_info, as (name, JSON) pairs sorted by name.
+    """
 
     model_id: str
     model_path: str
     launch_command: str
     version: str
+    info: tuple[tuple[str, str], ...] = ()
 
     def differs_from(self, other: ServerIdentity) -> list[str]:
-        """Sentences for what makes this another server than `other`. The version is not part of that."""
+        """Sentences for what makes this another server than `other`. The version is not part of that,
+        nor is a field of /model_info that only one of the two has."""
         names = ("model_id", "model_path", "launch_command")
         pairs = [(name, getattr(other, name), getattr(self, name)) for name in names]
+        was, now = dict(other.info), dict(self.info)
+        shared = sorted((was.keys() & now.keys()) - {"model_path"})
+        pairs += [(f"model_info.{name}", was[name], now[name]) for name in shared]
         return [f"{name} was {was!r} and is {now!r}" for name, was, now in pairs if was != now]
 
 
@@ -54,6 +67,10 @@ class Generation:
     prompt_tokens: int
     cached_tokens: int
     top_logprobs: tuple[tuple[tuple[float, int], ...], ...] = ()
+
+
+def _holds_objects(value: Any) -> bool:
+    return isinstance(value, list) and any(isinstance(part, (dict, list)) for part in value)
 
 
 class SGLangClient:
@@ -98,9 +115,20 @@ class SGLangClient:
                 model_path=str(model["model_path"]),
                 launch_command=command if isinstance(command, str) else shlex.join(map(str, command)),
                 version=str(server.get("version", "")),
+                info=tuple(sorted((name, json.dumps(value, sort_keys=True)) for name, value in model.items())),
             )
         except (KeyError, IndexError, TypeError, AttributeError) as error:
             raise HostError(f"{self.where} does not tell which model it serves: is it SGLang? ({error!r})") from error
+
+    def arguments(self) -> dict[str, str]:
+        """What /server_info says of the server's arguments and sizes, without what changes at every start.
+
+        Raises HostError.
+        """
+        info = self._first("/server_info", "/get_server_info")
+        plain = {name: value for name, value in info.items() if not isinstance(value, dict)}
+        flat = {name: value for name, value in plain.items() if not _holds_objects(value)}
+        return {name: json.dumps(value) for name, value in flat.items() if not _CHANGES.search(name)}
 
     def startup_seconds(self) -> float | None:
         """How long its last start took by its own account, in seconds; None if it does not tell."""

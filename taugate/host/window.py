@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from taugate.errors import HostError, LeaseLost, WindowError
-from taugate.host import job
+from taugate.host import fingerprint, job
 from taugate.host.handback import Handback
 from taugate.host.host import Host
 from taugate.host.lease import Lease
@@ -54,6 +54,7 @@ class Window:
             self._lease,
             self._renewer,
             Restore(host, settings, self._lease, clock, sleep),
+            settings,
             clock,
         )
         self._opened = self._closed = False
@@ -87,6 +88,7 @@ class Window:
         self.record.identity_before = self.host.server.identity()
         self._canary = take_canary(self.host, self.settings)
         before = look_before(self.host)
+        self._handback.fingerprint = fingerprint.take(self.host, self.record.identity_before, before.gpus)
         self.record.gpus_before_mib = {gpu.uuid: gpu.used_mib for gpu in before.gpus.gpus}
         self._journal.event(Phase.SERVING, f"{self.record.identity_before.model_id}; {before.gpus.describe()}")
         self._opened = True
@@ -132,11 +134,11 @@ class Window:
                 raise LeaseLost(taken)
         return job.check_end(done, f"job {self._jobs} of window {self.settings.window_id}", deadline_s)
 
-    def close(self) -> None:
+    def close(self, interrupted: bool = False) -> None:
         """Give the GPUs back: stop the jobs, start the server, verify it, disarm the timer last.
 
-        A KeyboardInterrupt is kept until that is done; a second one leaves the rest to the host's timer. A
-        second call does nothing. Raises WindowError (broken), LeaseLost (it serves, but the window was not
+        A KeyboardInterrupt is kept until that is done; a second one leaves the rest to the host's timer.
+        interrupted: the first has already been. A second call does nothing. Raises WindowError (broken), LeaseLost (it serves, but the window was not
         ours to its end).
         """
         pending: KeyboardInterrupt | None = None
@@ -146,7 +148,7 @@ class Window:
                 self._handback.run(self._stopped_at, self._canary)
                 self._closed = worked = True
             except KeyboardInterrupt as interrupt:
-                if pending:
+                if pending or interrupted:
                     self._fail("the restore was interrupted twice")
                     interrupt.add_note(self.record.error)
                     raise
@@ -167,8 +169,8 @@ class Window:
     def __enter__(self) -> Window:
         return self.open()
 
-    def __exit__(self, *exc: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.close(interrupted=kind is not None and issubclass(kind, KeyboardInterrupt))
 
     def _acquire(self, before: Before) -> None:
         self._lease.arm(self.settings.ttl_s, self.host.unit.name, self.host.server.port)
@@ -206,7 +208,7 @@ class Window:
         A restore that fails is raised in its place, unless that was Ctrl-C or an exit.
         """
         try:
-            self.close()
+            self.close(interrupted=isinstance(error, KeyboardInterrupt))
         except LeaseLost as lost:
             error.add_note(str(lost))
         except WindowError as broken:
