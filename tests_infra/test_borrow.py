@@ -7,14 +7,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from taugate.drafter.replay import CachedSequence
 from taugate.errors import JobError
 from taugate.files import sha256_file
-from taugate.pipeline.borrow import Borrower
+from taugate.host.transport import Completed
 from taugate.pipeline.dataset import Dataset
+from taugate.pipeline.results import HostResults
 from taugate.target.checkpoint import TargetInfo
+from taugate.target.head import HeadStore
+from taugate.target.results import Results
 from taugate.target.store import StateIdentity, StateStore
 
 TARGET = TargetInfo("tiny", "qwen3_5_text", 8, 4, 16, (0,), True, "w" * 64, "t" * 64)
@@ -26,6 +28,7 @@ class Host:
     """A host whose files are a directory here; `tamper` changes them on their way."""
 
     name = "host"
+    work_dir = "/work_dir"
 
     def __init__(self, directory: Path, tamper: bool) -> None:
         self.directory, self.tamper = directory, tamper
@@ -36,22 +39,31 @@ class Host:
         local.write_bytes(data[:-1] + bytes([data[-1] ^ 1]) if self.tamper else data)
         return sha256_file(local)
 
+    def run(self, argv, *, deadline):
+        assert argv[:2] == ["rm", "-f"]
+        for path in argv[2:]:
+            (self.directory / Path(path).name).unlink()
+        return Completed(tuple(argv), 0, "", "", 0.0)
+
 
 @pytest.mark.parametrize("tamper", [False, True])
 def test_a_state_that_changed_on_its_way_is_refused(tmp_path, tamper):
-    there, scratch = tmp_path / "there", tmp_path / "scratch"
+    there, cache = tmp_path / "there", tmp_path / "cache"
     there.mkdir()
-    scratch.mkdir()
+    cache.mkdir()
     key = IDENTITY.key(SEQUENCE.token_ids)
-    save_file({"final_hidden": torch.ones(3, 4).bfloat16()}, there / f"{key}.safetensors")
-    done = {"files": {key: sha256_file(there / f"{key}.safetensors")}, "kernels": {}, "device": "cpu"}
-    data = Dataset(TARGET, (SEQUENCE,), IDENTITY, StateStore(tmp_path, "tiny"), tmp_path / "head")
-    survey = SimpleNamespace(host=Host(there, tamper), config=None, say=lambda text: None)
-    borrower = Borrower(survey, data, lambda record: None)
+    facts = {"kernels": {}, "engine": {}, "device": "cpu"}
+    states = {"final_hidden": torch.ones(3, 4).bfloat16()}
+    files = {key: Results(there).write(key, SEQUENCE.token_ids, states, facts)}
+    data = Dataset(TARGET, (SEQUENCE,), IDENTITY, StateStore(tmp_path, "tiny"), HeadStore(tmp_path))
+    survey = SimpleNamespace(host=Host(there, tamper), config=None, cache=cache, say=lambda text: None)
+    results = HostResults(survey, data)
     if tamper:
         with pytest.raises(JobError, match="'one' changed on its way from host"):
-            borrower._fetch_states([SEQUENCE], done, "out", scratch, "id")
+            results.fetch([SEQUENCE], files, "id")
         assert data.store.names(key) == set(), "nothing of it was kept"
+        assert Results(there).file(key).is_file(), "and what is on the host stays"
     else:
-        borrower._fetch_states([SEQUENCE], done, "out", scratch, "id")
+        results.fetch([SEQUENCE], files, "id")
         assert data.store.names(key) == {"final_hidden"}
+        assert not list(there.iterdir()), "what was fetched is removed from the host"

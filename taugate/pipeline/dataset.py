@@ -4,25 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from taugate.drafter.replay import CachedSequence
-from taugate.errors import StoreError
 from taugate.target.checkpoint import TargetInfo
-from taugate.target.head import read_bundle
+from taugate.target.head import HeadStore
 from taugate.target.store import StateIdentity, StateStore
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """States are looked up by content; `bundle` is the file of the target's embedding and head."""
+    """States are looked up by content, and so are the target's embedding and head."""
 
     target: TargetInfo
     sequences: tuple[CachedSequence, ...]
     identity: StateIdentity
     store: StateStore
-    bundle: Path
+    heads: HeadStore
 
     def key(self, sequence: CachedSequence) -> str:
         return self.identity.key(sequence.token_ids)
@@ -32,8 +30,5 @@ class Dataset:
         return self.store.load(self.key(sequence), names)
 
     def head(self, dtype: str = "float32") -> Any:
-        """The HeadBundle. Raises StoreError if it belongs to other weights."""
-        bundle = read_bundle(self.bundle, dtype)
-        if bundle.weights_sha256 != self.target.weights_sha256:
-            raise StoreError(f"{self.bundle} belongs to another target; delete it to fetch the right one")
-        return bundle
+        """The HeadBundle. Raises StoreError if it is missing or damaged."""
+        return self.heads.load(self.target.weights_sha256, dtype)

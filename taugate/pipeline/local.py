@@ -15,7 +15,7 @@ from taugate.pipeline.dataset import Dataset
 from taugate.pipeline.prompts import Prompt, read_prompts
 from taugate.target.capture import pick_device
 from taugate.target.checkpoint import read_target
-from taugate.target.head import write_bundle
+from taugate.target.head import HeadStore
 from taugate.target.here import LOCK, Wanted, capture_into_store, identity_here
 from taugate.target.store import StateStore
 
@@ -60,12 +60,11 @@ def capture_here(
     target = read_target(model_path)
     wanted = Wanted(kernel_path, dtype, device, tuple(sorted(taps)))
     identity, store = identity_here(target, wanted, pick_device(device)), StateStore(root, target.name)
-    bundle = root / "heads" / f"{target.weights_sha256}.safetensors"
+    heads = HeadStore(root)
     root.mkdir(parents=True, exist_ok=True)
     with FileLock(root / LOCK):
-        if not bundle.is_file():
-            write_bundle(model_path, bundle)
+        heads.produce(model_path, target.weights_sha256)
     bar = CaptureBar(say)
     for event in capture_into_store(model_path, [s.token_ids for s in sequences], wanted, root):
         bar(event)
-    return Dataset(target, tuple(sequences), identity, store, bundle)
+    return Dataset(target, tuple(sequences), identity, store, heads)

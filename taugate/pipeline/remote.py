@@ -47,13 +47,25 @@ class RemotePackage:
             "PYTHONPATH": self.path,
         }
 
-    def run(self, module: str, *args: str, deadline: float, what: str) -> dict[str, Any]:
-        """Run a module that needs no GPU, and return the JSON object of its last line.
+    def run(
+        self,
+        module: str,
+        *args: str,
+        deadline: float,
+        what: str,
+        on_event: Callable[[dict[str, Any]], None] = lambda event: None,
+    ) -> dict[str, Any]:
+        """Run a module that needs no GPU; every JSON line goes to `on_event`, the last one is returned.
 
         Raises HostError with the module's own last line when it fails.
         """
         prefix = ["env", *(f"{name}={value}" for name, value in self.env().items())]
-        done = self.host.transport.run([*prefix, *self.argv(module, *args)], deadline=deadline)
+
+        def line(text: str) -> None:
+            if text.startswith("{"):
+                on_event(_json(text, what))
+
+        done = self.host.transport.run([*prefix, *self.argv(module, *args)], deadline=deadline, on_line=line)
         if done.rc != 0:
             said = last_line(done.stderr) or last_line(done.stdout) or f"exit status {done.rc}"
             raise HostError(f"{what} on {self.host.name} failed: {said}")

@@ -14,16 +14,20 @@ from taugate.errors import CheckpointError, HostError
 from taugate.files import sha256_json
 from taugate.host.host import Host
 from taugate.host.sglang import ServerIdentity
+from taugate.pipeline.bar import CaptureBar, Say
 from taugate.pipeline.completions import CompletionStore, complete
 from taugate.pipeline.dataset import Dataset
 from taugate.pipeline.prompts import read_prompts, render
 from taugate.pipeline.remote import PACKAGE, RemotePackage, install
 from taugate.target.capture import code_sha256
 from taugate.target.checkpoint import TargetInfo
+from taugate.target.head import HeadStore
+from taugate.target.here import relevant_versions
 from taugate.target.store import StateIdentity, StateStore
 
-Say = Callable[[str], None]
 Record = Callable[[dict[str, Any]], None]
+
+_HASHING_S = 3600  # the first time, every byte of the checkpoint is read
 
 
 class Survey:
@@ -52,8 +56,7 @@ class Survey:
         """
         sequences, self.unasked = self._completions(ask)
         store = StateStore(self.cache, self.target.name)
-        bundle = self.cache / "heads" / f"{self.target.weights_sha256}.safetensors"
-        return Dataset(self.target, tuple(sequences), self._state_identity(), store, bundle)
+        return Dataset(self.target, tuple(sequences), self._state_identity(), store, HeadStore(self.cache))
 
     def provenance(self, data: Dataset) -> dict[str, Any]:
         """The record that says where every number of this run comes from."""
@@ -109,8 +112,9 @@ class Survey:
             path,
             "--memo",
             memo,
-            deadline=3600,
-            what="the probe of the host's Python",
+            deadline=_HASHING_S,
+            what="the probe of the host's Python and checkpoint",
+            on_event=CaptureBar(self.say),
         )
         if probe["missing"]:
             raise HostError(
@@ -122,7 +126,7 @@ class Survey:
                 f'capture.kernel_path is "fla", but {self.host.remote_python} on {self.host.name} has no fla; '
                 "install flash-linear-attention there"
             )
-        return probe | {"model_path": path}
+        return probe
 
     def _check_taps(self, drafters: Sequence[DrafterConfig]) -> None:
         target = self.target
@@ -183,11 +187,6 @@ class Survey:
 
     def _state_identity(self) -> StateIdentity:
         capture = self.config.capture
-        kept = [
-            "torch",
-            "transformers",
-            *(["flash-linear-attention", "fla-core", "triton"] if capture.kernel_path == "fla" else []),
-        ]
         return StateIdentity(
             target=self.target.name,
             weights_sha256=self.target.weights_sha256,
@@ -195,7 +194,7 @@ class Survey:
             dtype=capture.dtype,
             kernel_path=capture.kernel_path,
             device=self._device(),
-            versions={name: self.probe["versions"][name] for name in kept if name in self.probe["versions"]},
+            versions=relevant_versions(capture.kernel_path, self.probe["versions"]),
             capture_code_sha256=code_sha256(PACKAGE),
         )
 

@@ -1,6 +1,6 @@
 """What the host's Python and the target's checkpoint are, asked before any window.
 
-Imports neither torch nor transformers, which takes seconds.
+Imports torch and transformers, which takes seconds, only for a checkpoint that it has not seen before.
 
 python -m taugate.target.probe --model-path DIR --memo FILE
 """
@@ -17,8 +17,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from taugate import __version__
 from taugate.errors import TaugateError
-from taugate.target.checkpoint import read_target, tokenizer_files
+from taugate.files import sha256_json, write_atomic
+from taugate.target.checkpoint import Progress, TargetInfo, find_checkpoint, read_target, tokenizer_files
 
 PACKAGES = (
     "torch",
@@ -34,18 +36,43 @@ PACKAGES = (
 NEEDED = ("torch", "transformers", "safetensors")
 
 
-def probe(model_path: Path, memo: Path) -> dict[str, Any]:
-    """{"python", "versions", "missing", "target"}; raises CheckpointError for an unusable checkpoint."""
-    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+def probe(name: str, memo: Path, progress: Progress = lambda _: None) -> dict[str, Any]:
+    """{"python", "versions", "missing", "model_path", "target", …}; `name` as in `find_checkpoint`.
+
+    Raises CheckpointError for an unusable checkpoint: a shard that is missing or cut short, and (where torch is there
+    to tell) a key that no module takes, a missing one or a wrong shape.
+    """
+    model_path = find_checkpoint(name)
+    missing = [package for package in NEEDED if importlib.util.find_spec(package) is None]
+    target = read_target(model_path, memo, progress)
+    if not missing:
+        _check_layout(model_path, target, memo)
     return {
         "python": platform.python_version(),
         "versions": installed_versions(),
         "missing": missing,
         "fla": importlib.util.find_spec("fla") is not None,
         "cuda": _torch_cuda(),
-        "target": read_target(model_path, memo).to_json(),
+        "model_path": str(model_path),
+        "target": target.to_json(),
         "tokenizer_files": [str(path) for path in tokenizer_files(model_path)],
     }
+
+
+def _check_layout(model_path: Path, target: TargetInfo, memo: Path) -> None:
+    """Check the tensors against the model's modules. A good answer is remembered: it takes transformers' import."""
+    known = memo.with_name("layouts.json")
+    what = sha256_json([target.weights_sha256, installed_versions().get("transformers"), __version__])
+    try:
+        checked = json.loads(known.read_text()) if known.is_file() else []
+    except (json.JSONDecodeError, UnicodeDecodeError):
+        checked = []
+    if what not in checked:
+        from taugate.target.layout import open_layout
+
+        sys.modules.setdefault("fla", None)  # type: ignore[arg-type]  # importing it costs ten seconds for nothing
+        open_layout(model_path)
+        write_atomic(known, json.dumps([*checked, what]))
 
 
 def _torch_cuda() -> str | None:
@@ -72,11 +99,12 @@ def _version(name: str) -> str | None:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model-path", type=Path, required=True)
+    parser.add_argument("--model-path", required=True, help="a directory, or ORG/NAME in the Hugging Face cache")
     parser.add_argument("--memo", type=Path, required=True)
     args = parser.parse_args(argv)
     try:
-        print(json.dumps(probe(args.model_path, args.memo)), flush=True)
+        said = probe(args.model_path, args.memo, lambda event: print(json.dumps(event), flush=True))
+        print(json.dumps(said), flush=True)
     except TaugateError as error:
         print(error, file=sys.stderr)
         return 1
