@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+_MEMORY = re.compile(r"(\d+(?:\.\d+)?) ?(MiB|GiB)")
 _DURATION = re.compile(r"(?:\d+(?:\.\d+)?[smhd])+")
 
 
@@ -19,6 +20,16 @@ def parse_duration(value: object) -> float:
     if isinstance(value, bool) or not _DURATION.fullmatch(text):
         raise ValueError('write a duration with its unit, such as "90s", "20m" or "1h30m"')
     return float(sum(float(n) * _UNITS[unit] for n, unit in re.findall(r"(\d+(?:\.\d+)?)([smhd])", text)))
+
+
+def parse_memory(value: object) -> int | None:
+    """MiB in a size such as "6GiB" or "800 MiB"; "auto" is None. Raises ValueError for anything else."""
+    if value in (None, "auto"):
+        return None
+    found = _MEMORY.fullmatch(str(value).strip())
+    if not found or not (mib := int(float(found[1]) * (1024 if found[2] == "GiB" else 1))):
+        raise ValueError('write "auto" or a size with its unit, such as "6GiB" or "800MiB"')
+    return mib
 
 
 def _positive(seconds: float) -> float:
@@ -45,13 +56,13 @@ def _not_blank(value: str) -> str:
 
 Text = Annotated[str, AfterValidator(_not_blank)]
 Duration = Annotated[float, BeforeValidator(parse_duration), AfterValidator(_positive)]
+Memory = Annotated[int | None, BeforeValidator(parse_memory)]  # MiB; None: whatever is free
 Wait = Annotated[float, BeforeValidator(parse_duration)]  # may be "0s": not at all
 Whole = Annotated[int, BeforeValidator(_not_bool)]
 Number = Annotated[float, BeforeValidator(_not_bool), Field(allow_inf_nan=False)]
 Words = Annotated[tuple[str, ...], BeforeValidator(_as_list)]
 Paths = Annotated[tuple[Path, ...], BeforeValidator(_as_list)]
 
-_MEMORY = r"^(auto|\d+(\.\d+)? ?(MiB|GiB))$"
 _URL = r"^https?://\S+$"
 _VERIFIER = r"^(chain|ddtree-[1-9]\d*|topk-[1-9]\d*)$"
 
@@ -122,7 +133,7 @@ class Capture(Section):
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     device: Text = "auto"
     engine: Literal["auto", "resident", "streamed"] = "auto"
-    max_gpu_memory: Annotated[str, Field(pattern=_MEMORY)] = "auto"
+    max_gpu_memory: Memory = None
     beside: bool = False
 
 

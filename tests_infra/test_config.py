@@ -129,6 +129,11 @@ MISTAKES = {
         "[window]\nttl = 600",
         "line 2: window.ttl = 600: write a duration with its unit",
     ),
+    "memory without unit": (
+        "[capture]\nmax_gpu_memory = 6000",
+        'line 2: capture.max_gpu_memory = 6000: write "auto" or a size with its unit',
+    ),
+    "webhook that is no address": ('[window]\nwebhook = "me@x"', "line 2: window.webhook = 'me@x': "),
     "second rule": (
         '[[gate]]\nmin_tau = 3\n[[gate]]\nverifier = "tree"\nmin_tau = 3',
         "line 4: gate.1.verifier = 'tree': ",
