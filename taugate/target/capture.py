@@ -22,7 +22,7 @@ ENGINES = ("auto", "resident", "streamed")
 # What decides the numbers of a state. A change here makes old states unusable, which is the point.
 CODE = tuple(
     f"target/{name}.py"
-    for name in ("kernels", "layout", "loading", "resident", "segments", "shards", "skeleton", "streamed")
+    for name in ("kernels", "lanes", "layout", "loading", "resident", "segments", "shards", "skeleton", "streamed")
 )
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import queue
+import weakref
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
@@ -45,23 +46,23 @@ def views(buffer: Tensor, tensors: Mapping[str, Stored], dtypes: Mapping[str, An
 
 @dataclass(frozen=True)
 class Loading:
-    """Copies that are under way. `arrive` returns when all are queued and makes the caller's stream wait for them."""
+    """Copies that are under way."""
 
     parts: list[Future[None]]
     stream: Any
 
-    def arrive(self) -> None:
-        """Raises CheckpointError when a file could not be read."""
+    def arrive(self) -> Any:
+        """Return when all copies are queued; the result is a CUDA event after which the data is there (CPU: None).
+
+        Raises CheckpointError when a file could not be read.
+        """
         for part in self.parts:
             part.result()
-        if self.stream is not None:
-            import torch
-
-            torch.cuda.current_stream().wait_event(self.stream.record_event())
+        return self.stream.record_event() if self.stream is not None else None
 
 
 class Loader:
-    """Reads stored tensors into tensors of one device. Close it, or use it as a context manager."""
+    """Reads stored tensors into tensors of one device ("cpu" or "cuda"). Pinned memory and files last as long as it."""
 
     def __init__(self, device: str, readers: int | None = None) -> None:
         import torch
@@ -73,34 +74,23 @@ class Loader:
         self._files: dict[Path, int] = {}
         self._slots: queue.SimpleQueue[tuple[Tensor, Any]] = queue.SimpleQueue()
         # Twice as many slots as readers: while one half is being copied, the other is being read into.
-        for _ in range(2 * self.readers):
+        for _ in range(2 * self.readers if self.cuda else self.readers):
             event = torch.cuda.Event(blocking=True) if self.cuda else None
             self._slots.put((torch.empty(CHUNK, dtype=torch.uint8, pin_memory=self.cuda), event))
+        weakref.finalize(self, _close, self._pool, self._files)
 
-    def __enter__(self) -> Loader:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._pool.shutdown(wait=True, cancel_futures=True)
-        if self.stream is not None:
-            self.stream.synchronize()
-        for handle in self._files.values():
-            os.close(handle)
-        self._files.clear()
-
-    def start(self, tensors: Mapping[str, Stored], destinations: Mapping[str, Tensor], after: Any = None) -> Loading:
+    def start(self, tensors: Mapping[str, Stored], destinations: Mapping[str, Tensor], after: Any = ()) -> Loading:
         """Begin to fill `destinations` (contiguous, by the same keys), converting where dtypes differ.
 
-        after: a CUDA event that has to have happened before the destinations may be overwritten.
+        after: CUDA events that have to have happened before the destinations may be overwritten.
         """
-        if self.stream is not None and after is not None:
-            self.stream.wait_event(after)
+        for event in after:
+            self.stream.wait_event(event)
         parts = []
         for key, stored in tensors.items():
             flat, begin = destinations[key].view(-1), 0
             for file, offset, count in _chunks(stored):
-                self._files.setdefault(file, -1)
-                if self._files[file] < 0:
+                if file not in self._files:
                     self._files[file] = os.open(file, os.O_RDONLY)
                 elements = count // _itemsize(stored)
                 part = flat[begin : begin + elements]
@@ -123,6 +113,12 @@ class Loader:
                     event.record()
         finally:
             self._slots.put((slot, event))
+
+
+def _close(pool: ThreadPoolExecutor, files: dict[Path, int]) -> None:
+    pool.shutdown(wait=True, cancel_futures=True)
+    for handle in files.values():
+        os.close(handle)
 
 
 def read_exactly(handle: int, file: Path, into: Tensor, offset: int) -> None:

@@ -25,9 +25,13 @@ WORKSPACE = 80 * MIB
 
 @dataclass(frozen=True)
 class Plan:
-    """A streamed capture's use of one GPU, in bytes. `waiting`: "gpu" or "host", where prompts wait between layers."""
+    """A streamed capture's use of one GPU, in bytes.
+
+    buffers: for layers; lanes: streams of prompts; waiting: "gpu" or "host", where prompts wait between layers.
+    """
 
     buffers: int
+    lanes: int
     waiting: str
     context: int
     weights: int
@@ -53,16 +57,19 @@ class Plan:
 def plan_streaming(
     limit: int, context: int, layer: int, scratch: int, waiting: int, moving: int, reason: str
 ) -> Plan:
-    """The fastest plan within `limit` bytes: two layer buffers before one, prompts on the GPU before the host.
+    """The fastest plan within `limit` bytes: two layer buffers before one, then two lanes, then prompts on the GPU.
 
     layer: bytes of the largest layer; scratch: of one segment's forward; waiting: of all prompts' hidden states;
-    moving: of the states of one prompt that are in use at a time; reason: what sets the limit. Two buffers come first,
-    since without them nothing overlaps. Raises GpuMemoryError naming the least that would do.
+    moving: of the states of one prompt that are in use at a time; reason: what sets the limit. Without a second buffer
+    nothing overlaps, so a second lane is of no use. Raises GpuMemoryError naming the least that would do.
     """
     context += LAZY_KERNELS
     scratch += WORKSPACE
-    for buffers, where, activations in ((2, "gpu", waiting), (2, "host", 0), (1, "gpu", waiting), (1, "host", 0)):
-        plan = Plan(buffers, where, context, buffers * layer, scratch, activations + moving)
+    for buffers, lanes, where in (
+        (2, 2, "gpu"), (2, 2, "host"), (2, 1, "gpu"), (2, 1, "host"), (1, 1, "gpu"), (1, 1, "host")
+    ):  # fmt: skip
+        activations = lanes * moving + (waiting if where == "gpu" else 0)
+        plan = Plan(buffers, lanes, where, context, buffers * layer, lanes * scratch, activations)
         if plan.total <= limit:
             return plan
     least = -(-plan.total // MIB)

@@ -105,6 +105,7 @@ class Resident:
         """transformers loads everything in one precision; what the checkpoint keeps in fp32 is read again."""
         import torch
 
+        loader = Loader("cpu", readers=1)
         for layer in range(depth):
             module = self.model.layers[layer]
             own = layout.layer_tensors(layer)
@@ -112,11 +113,9 @@ class Resident:
             if not keep:
                 continue
             device = next(module.parameters()).device
-            values = {key: torch.empty(t.shape, dtype=torch.float32, device=device) for key, t in keep.items()}
-            with Loader("cpu" if device.type == "cpu" else "cuda", readers=1) as loader, torch.cuda.device(
-                device if device.type == "cuda" else -1
-            ):
-                loader.start(keep, values).arrive()
+            values = {key: torch.empty(t.shape, dtype=torch.float32) for key, t in keep.items()}
+            loader.start(keep, values).arrive()
+            values = {key: value.to(device) for key, value in values.items()}
             fill(module, values)
 
     def _restore_frequencies(self) -> None:

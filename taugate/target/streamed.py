@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from taugate.target import memory
 from taugate.target.kernels import enter_layer
+from taugate.target.lanes import Lanes
 from taugate.target.loading import Loader, Loading, aligned_bytes, read_rows, views
 from taugate.target.outbox import Outbox
 from taugate.target.progress import LayerDone, SequenceDone
@@ -41,6 +42,8 @@ class Streamed:
         self._tensors = [layout.layer_tensors(layer) for layer in range(self.skeleton.depth)]
         self._dtypes = [self.skeleton.dtypes(f"layers.{n}.", t) for n, t in enumerate(self._tensors)]
         self._sizes = [aligned_bytes(t, d) for t, d in zip(self._tensors, self._dtypes, strict=True)]
+        self._loader = Loader(device)
+        self._context = memory.context_bytes() if device != "cpu" else 0
 
     def facts(self) -> dict[str, Any]:
         """The plan of memory in MiB."""
@@ -72,7 +75,7 @@ class Streamed:
 
         config, itemsize = self.skeleton.config, self.skeleton.dtype.itemsize
         state = config.hidden_size * itemsize
-        context = memory.context_bytes()
+        context = self._context
         free, total = torch.cuda.mem_get_info()
         limit, reason = free + context + torch.cuda.memory_reserved(), "the other processes on the GPU"
         if self.limit is not None and self.limit < limit:
@@ -100,67 +103,87 @@ class Streamed:
         depth, begun = self.skeleton.depth, time.monotonic()
         count = min(self.plan.buffers if self.plan else 2, depth)
         buffers = [torch.empty(max(self._sizes), dtype=torch.uint8, device=self.device) for _ in range(count)]
-        with Loader(self.device) as loader, Outbox(self.device) as outbox, torch.inference_mode():
-            under_way = {layer: self._start(loader, layer, buffers[layer], None) for layer in range(count)}
-            waiting = Waiting(self._embedded(sequences), self.device, self.plan.waiting if self.plan else "host")
+        lanes = Lanes(self.device, self.plan.lanes if self.plan else 1)
+        fresh = [torch.cuda.current_stream().record_event()] if lanes.streams else []
+        with Outbox(self.device) as outbox:
+            under_way = {layer: self._start(layer, buffers[layer], fresh) for layer in range(count)}
+            waiting = self._waiting(sequences, lanes)
             for layer in range(depth):
                 loading, weights = under_way.pop(layer)
-                loading.arrive()
-                self._layer(layer, weights, waiting, indices, outbox)
+                lanes.wait(loading.arrive())
+                self._layer(layer, weights, waiting, indices, outbox, lanes)
                 if layer + count < depth:
-                    done = torch.cuda.current_stream().record_event() if loader.cuda else None
-                    buffer = buffers[layer % count]
-                    under_way[layer + count] = self._start(loader, layer + count, buffer, done)
+                    under_way[layer + count] = self._start(layer + count, buffers[layer % count], lanes.events())
                 spent = time.monotonic() - begun
                 left = spent / (layer + 1) * (depth - layer - 1)
                 yield LayerDone(layer, depth, len(sequences), self._sizes[layer], round(left, 1))
             if self.final:
-                self._norm(loader, waiting, indices, outbox)
+                self._norm(waiting, indices, outbox, lanes)
             for index in indices:
                 yield SequenceDone(index, outbox.take(index))
 
-    def _start(self, loader: Loader, layer: int, buffer: Tensor, after: Any) -> tuple[Loading, dict[str, Tensor]]:
+    def _waiting(self, sequences: list[Sequence[int]], lanes: Lanes) -> Waiting:
+        """The embedded prompts, and everything that their layers are called with, before the lanes part."""
+        import torch
+
+        with torch.inference_mode():
+            waiting = Waiting(self._embedded(sequences), self.device, self.plan.waiting if self.plan else "host")
+            for ids in sequences:
+                self._calls(len(ids))
+        if lanes.streams:
+            lanes.wait(torch.cuda.current_stream().record_event())
+        return waiting
+
+    def _start(self, layer: int, buffer: Tensor, after: list[Any]) -> tuple[Loading, dict[str, Tensor]]:
         weights = views(buffer, self._tensors[layer], self._dtypes[layer])
-        return loader.start(self._tensors[layer], weights, after), weights
+        return self._loader.start(self._tensors[layer], weights, after), weights
+
+    def _calls(self, length: int) -> list[tuple[int, int, list[dict[str, Any]]]]:
+        """(begin, end, arguments of each layer) of the segments of a sequence."""
+        pieces = segments(length)
+        return [(begin, end, self.skeleton.calls(begin, end, len(pieces) > 1)) for begin, end in pieces]
 
     def _layer(
-        self, layer: int, weights: dict[str, Tensor], waiting: Waiting, indices: list[int], outbox: Outbox
+        self, layer: int, weights: dict[str, Tensor], waiting: Waiting, indices: list[int], outbox: Outbox, lanes: Lanes
     ) -> None:
         """All waiting prompts through one layer."""
+        import torch
+
         module = self.skeleton.layers[layer]
         fill(module, weights)
         enter_layer(layer)
         for place, index in enumerate(indices):
-            out = self._through(layer, module, waiting.take(place))
-            if layer in self.taps:
-                outbox.put(index, tap_name(layer), out)
-            waiting.put(place, out)
+            with torch.inference_mode(), lanes.of(place):
+                out = self._through(layer, module, waiting.take(place))
+                if layer in self.taps:
+                    outbox.put(index, tap_name(layer), out)
+                waiting.put(place, out)
 
     def _through(self, layer: int, module: Any, hidden: Tensor) -> Tensor:
         """One prompt [1, S, H] through one layer, segment by segment."""
         import torch
 
-        pieces = segments(hidden.shape[1])
-        cache = new_cache(self.skeleton.config) if len(pieces) > 1 else None
+        calls = self._calls(hidden.shape[1])
+        cache = new_cache(self.skeleton.config) if len(calls) > 1 else None
         out = []
-        for begin, end in pieces:
-            call = self.skeleton.calls(begin, end, cache is not None)[layer]
-            done = module(hidden[:, begin:end], **self.skeleton.with_cache(call, cache))
+        for begin, end, of_layer in calls:
+            done = module(hidden[:, begin:end], **self.skeleton.with_cache(of_layer[layer], cache))
             out.append(done[0] if isinstance(done, tuple) else done)
         return out[0] if len(out) == 1 else torch.cat(out, dim=1)
 
-    def _norm(self, loader: Loader, waiting: Waiting, indices: list[int], outbox: Outbox) -> None:
+    def _norm(self, waiting: Waiting, indices: list[int], outbox: Outbox, lanes: Lanes) -> None:
         """The final norm over every prompt."""
         import torch
 
         stored = {"weight": self.skeleton.layout.tensors["norm.weight"]}
         weights = {"weight": torch.empty(stored["weight"].shape, dtype=self.skeleton.dtype, device=self.device)}
-        loader.start(stored, weights).arrive()
+        lanes.wait(self._loader.start(stored, weights).arrive())
         fill(self.skeleton.norm, weights)
         for place, index in enumerate(indices):
-            hidden = waiting.take(place)
-            normed = [self.skeleton.norm(hidden[:, begin:end]) for begin, end in segments(hidden.shape[1])]
-            outbox.put(index, FINAL_HIDDEN, torch.cat(normed, dim=1))
+            with torch.inference_mode(), lanes.of(place):
+                hidden = waiting.take(place)
+                normed = [self.skeleton.norm(hidden[:, begin:end]) for begin, end in segments(hidden.shape[1])]
+                outbox.put(index, FINAL_HIDDEN, torch.cat(normed, dim=1))
 
     def _embedded(self, sequences: list[Sequence[int]]) -> list[Tensor]:
         """Embedding rows [1, S, H] of each sequence on the CPU; the table never goes to the GPU."""

@@ -1,0 +1,39 @@
+"""Compute streams for prompts: while one prompt's small kernels leave the GPU half idle, another's run beside them.
+
+A prompt stays in its lane, so its own work is in order, and the numbers do not depend on the number of lanes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+
+class Lanes:
+    """`count` CUDA streams; on a CPU a single lane without a stream."""
+
+    def __init__(self, device: str, count: int) -> None:
+        import torch
+
+        self.streams = [torch.cuda.Stream() for _ in range(count)] if device != "cpu" else []
+
+    @contextmanager
+    def of(self, place: int) -> Iterator[None]:
+        """Run the body in the lane of the prompt at `place`."""
+        import torch
+
+        if not self.streams:
+            yield
+            return
+        with torch.cuda.stream(self.streams[place % len(self.streams)]):
+            yield
+
+    def wait(self, event: Any) -> None:
+        """Nothing starts in any lane before `event`."""
+        for stream in self.streams:
+            stream.wait_event(event)
+
+    def events(self) -> list[Any]:
+        """Events that have happened once all that was started so far is done."""
+        return [stream.record_event() for stream in self.streams]
