@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from taugate.errors import StoreError
+from taugate.target.prune import entries, main, prune
 from taugate.target.store import StateIdentity, StateStore
 
 IDENTITY = StateIdentity("tiny", "w" * 64, "t" * 64, "float32", "torch", "cpu", {"torch": "2.13.0"}, "c" * 64)
@@ -97,33 +106,153 @@ def test_different_tokens_have_different_keys(ids, other):
     assert (IDENTITY.key(ids) == IDENTITY.key(other)) == (ids == other)
 
 
-@pytest.mark.parametrize("at", range(6))
-def test_an_interruption_leaves_the_old_entry_or_the_new_one(store, tmp_path, monkeypatch, at):
-    """Stop at the n-th rename or fsync of a second adopt: every tap that is listed must load."""
-    adopt(store, tmp_path, ["tap.1"], value=1.0)
-    calls = 0
+class Killed(BaseException):
+    """What a process cannot catch."""
 
-    def stopping(real):
+
+class Killer:
+    """Every call that changes the disk counts; at the n-th the process is dead: half a copy, nothing after it."""
+
+    CALLS = ((os, "replace"), (os, "rename"), (os, "fsync"), (os, "unlink"), (shutil, "rmtree"), (shutil, "copyfile"),
+             (tempfile, "mkdtemp"), (tempfile, "mkstemp"), (safetensors.torch, "save_file"))  # fmt: skip
+
+    def __init__(self, patch, after):
+        self.left = after
+        for module, name in self.CALLS:
+            patch.setattr(module, name, self.counted(getattr(module, name), name))
+
+    def counted(self, real, name):
         def call(*args, **kwargs):
-            nonlocal calls
-            calls += 1
-            if calls > at:
-                raise KeyboardInterrupt
-            return real(*args, **kwargs)
+            self.left -= 1
+            if self.left >= 0:
+                return real(*args, **kwargs)
+            if self.left == -1 and name in ("copyfile", "save_file"):
+                real(*args, **kwargs)
+                os.truncate(args[1], os.path.getsize(args[1]) // 2)
+            raise Killed
 
         return call
 
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "replace", stopping(os.replace))
-        patch.setattr(os, "fsync", stopping(os.fsync))
-        try:
-            adopt(store, tmp_path, ["tap.2"], value=2.0)
-            finished = True
-        except KeyboardInterrupt:
-            finished = False
+
+@settings(max_examples=120, deadline=None)
+@given(
+    steps=st.lists(
+        st.tuples(st.sets(st.sampled_from(["tap.1", "tap.2", "final_hidden"]), min_size=1), st.integers(0, 14)),
+        min_size=1,
+        max_size=5,
+    )
+)
+def test_whenever_it_is_killed_the_old_entry_or_the_new_one_is_there(steps):
+    """Any sequence of writers of one entry, each killed at any change to the disk, or not at all."""
     key = IDENTITY.key(IDS)
-    names = store.names(key)
-    assert "tap.1" in names and (store.load(key, names)["tap.1"] == 1).all()
-    assert not finished or "tap.2" in names
-    adopt(store, tmp_path, ["tap.2"], value=2.0)
-    assert (store.load(key, ["tap.2"])["tap.2"] == 2).all(), "after an interruption the next run goes on"
+    with tempfile.TemporaryDirectory() as root:
+        stored = {}
+        for value, (names, after) in enumerate(steps, 1):
+            store = StateStore(Path(root), "tiny")
+            file = Path(root) / "made.safetensors"
+            save_file({name: torch.full((len(IDS), 4), float(value)).bfloat16() for name in names}, file)
+            new = {name: value for name in names} | stored
+            with pytest.MonkeyPatch.context() as patch:
+                Killer(patch, after)
+                try:
+                    store.adopt(key, file, IDENTITY.fields(IDS), {"writer": value})
+                    finished = True
+                except Killed:
+                    finished = False
+            after_it = StateStore(Path(root), "tiny")
+            names = after_it.names(key)
+            states = after_it.load(key, names)
+            found = {name: int(states[name].float().mean()) for name in names}
+            assert found == new or (not finished and found == stored)
+            assert all((states[name] == found[name]).all() for name in names)
+            assert list(after_it.keys()) == ([key] if found else []), "nothing half made is taken for an entry"
+            stored = found
+
+
+def test_a_reader_follows_an_entry_that_grows_under_it(store, tmp_path, monkeypatch):
+    """meta.json is read, then a writer adds a tap and removes the old file: the reader must not call that damage."""
+    adopt(store, tmp_path, ["tap.1"])
+    key, real = IDENTITY.key(IDS), StateStore.meta
+    waiting = [None]
+
+    def meta(self, asked):
+        told = real(self, asked)
+        if waiting:
+            waiting.clear()
+            adopt(StateStore(tmp_path, "models/tiny pair"), tmp_path, ["tap.2"], value=2.0)
+        return told
+
+    monkeypatch.setattr(StateStore, "meta", meta)
+    assert (store.load(key, ["tap.1"])["tap.1"] == 1).all()
+    assert not waiting
+
+
+def test_two_processes_that_add_to_one_entry_lose_nothing(tmp_path):
+    """Without a lock for writers, both would write states-1.safetensors, and one meta.json would name the other's."""
+    stores = [StateStore(tmp_path, "tiny") for _ in range(8)]
+    files = [tmp_path / f"{number}.safetensors" for number in range(8)]
+    for number, file in enumerate(files):
+        save_file({f"tap.{number}": torch.full((5, 4), float(number)).bfloat16()}, file)
+    key = IDENTITY.key(IDS)
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda store, file: store.adopt(key, file, IDENTITY.fields(IDS), {}), stores, files))
+    states = StateStore(tmp_path, "tiny").load(key, [f"tap.{number}" for number in range(8)])
+    assert all((states[f"tap.{number}"] == number).all() for number in range(8))
+
+
+class TestPrune:
+    @pytest.fixture
+    def filled(self, tmp_path):
+        """Four entries of a target, last used 40, 30, 20 and 10 days ago; returns root, their keys and one's bytes."""
+        store = StateStore(tmp_path, "tiny")
+        lists = [[number] * 50 for number in range(4)]
+        for days, ids in zip((40, 30, 20, 10), lists, strict=True):
+            adopt(store, tmp_path, ["tap.1"], ids=ids)
+            then = time.time() - days * 86400
+            os.utime(store.directory(IDENTITY.key(ids)) / "meta.json", (then, then))
+        keys = [IDENTITY.key(ids) for ids in lists]
+        del store
+        return tmp_path, keys, entries(tmp_path / "states" / "tiny")[0].bytes
+
+    def left(self, root):
+        return set(StateStore(root, "tiny").keys())
+
+    def test_by_age_and_by_size_the_least_recently_used_go_first(self, filled):
+        root, keys, size = filled
+        (told,) = prune(root, older_than_s=35 * 86400, dry_run=True)
+        assert (told.pruned_entries, told.pruned_bytes) == (1, size) and self.left(root) == set(keys)
+        prune(root, older_than_s=35 * 86400)
+        assert self.left(root) == set(keys[1:])
+        prune(root, max_bytes=int(2.1 * size))
+        assert self.left(root) == set(keys[2:])
+        assert not [path for path in root.rglob("*") if path.name.startswith(".gone")]
+
+    def test_reading_counts_as_use(self, filled):
+        root, keys, _ = filled
+        StateStore(root, "tiny").load(keys[0], ["tap.1"])
+        prune(root, older_than_s=15 * 86400)
+        assert self.left(root) == {keys[0], keys[3]}
+
+    def test_what_a_process_works_with_is_left_alone(self, filled):
+        root, keys, _ = filled
+        other = "import sys; from pathlib import Path; from taugate.target.store import StateStore; "
+        other += "s = StateStore(Path(sys.argv[1]), 'tiny'); s.names(sys.argv[2]); print('reading', flush=True)\n"
+        other += "input()"
+        env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+        with subprocess.Popen([sys.executable, "-c", other, str(root), keys[0]], stdin=subprocess.PIPE,
+                              stdout=subprocess.PIPE, text=True, env=env) as reader:  # fmt: skip
+            assert reader.stdout.readline() == "reading\n"
+            (told,) = prune(root, max_bytes=0)
+            assert told.in_use and told.pruned_entries == 0 and len(entries(root / "states" / "tiny")) == 4
+            reader.communicate("\n")
+        assert prune(root, max_bytes=0)[0].pruned_entries == 4
+
+    def test_the_commands_print_totals(self, filled, capsys):
+        root, _, size = filled
+        assert main(["size", "--store", str(root)]) == 0
+        assert json.loads(capsys.readouterr().out.splitlines()[-1])["bytes"] == 4 * size
+        assert main(["prune", "--store", str(root), "--older-than", "25d", "--dry-run"]) == 0
+        out = capsys.readouterr().out
+        assert "would remove 2 of 4 states" in out and json.loads(out.splitlines()[-1])["pruned_bytes"] == 2 * size
+        assert main(["prune", "--store", str(root / "elsewhere"), "--max-size", "1G"]) == 1
+        assert capsys.readouterr().err.count("\n") == 1

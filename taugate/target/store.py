@@ -1,20 +1,33 @@
 """The store of captured states: identity is the key, names are for people, and nothing is ever half there.
 
-    states/<target>/<key[:2]>/<key>/meta.json + the safetensors file that meta.json names
+    states/<target>/<key[:2]>/<key>/{states.safetensors, meta.json}
+
+    python -m taugate.target.store size
+    python -m taugate.target.store prune --older-than 30d --max-size 200G --dry-run
 
 A key is the hash of everything that decides the numbers. Tensors are looked up one by one (`tap.3`, `final_hidden`),
-so that two drafters share the taps that they share.
+so that two drafters share the taps that they share. A new entry is made in a directory of its own and renamed into
+place. Taps that are added later go into a new file, states-1.safetensors and so on, that takes over when meta.json is
+replaced.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+import shutil
+import sys
+import tempfile
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from filelock import FileLock
 
 from taugate.errors import StoreError
 from taugate.files import sha256_file, sha256_json, write_atomic
@@ -24,6 +37,10 @@ if TYPE_CHECKING:
 
 CONVENTION = "1: tap.L = raw output of decoder layer L (0-based, before any norm); final_hidden = after the final norm"
 FINAL_HIDDEN = "final_hidden"
+META = "meta.json"
+NEW = ".new-"
+IN_USE, _WRITING = ".in-use", ".writing.lock"
+_READ_AGAIN = 3  # times; an entry that grows while it is read has another file each time
 
 
 def tap_name(layer: int) -> str:
@@ -62,86 +79,163 @@ class StateIdentity:
 
 
 class StateStore:
-    """States under `root`/states/<target>. Safe for several readers and one writer per key (rename is atomic)."""
+    """States under `root`/states/<target>: several readers, one writer at a time, and a prune that waits for neither.
+
+    While an object of this class is in use, a prune leaves this target's states alone.
+    """
 
     def __init__(self, root: Path, target: str) -> None:
         self.root = root / "states" / re.sub(r"[^A-Za-z0-9._-]+", "-", target)
+        self._held: weakref.finalize[..., StateStore] | None = None
 
     def directory(self, key: str) -> Path:
         return self.root / key[:2] / key
 
+    def keys(self) -> Iterator[str]:
+        """Keys of all entries, in order."""
+        return (path.name for path in sorted(self.root.glob("[0-9a-f][0-9a-f]/*")) if not path.name.startswith("."))
+
+    def meta(self, key: str) -> dict[str, Any]:
+        """What meta.json says of `key`, or {} without an entry. Raises StoreError if it is damaged."""
+        self._hold()
+        path = self.directory(key) / META
+        try:
+            meta = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            if self.directory(key).is_dir():
+                raise StoreError(f"{path} is missing; delete its directory to capture the state again") from None
+            return {}
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise StoreError(f"{path} is damaged ({error}); delete its directory to capture the state again") from None
+        if not isinstance(meta, dict) or meta.get("key") != key or sha256_json(meta.get("fields")) != key:
+            raise StoreError(f"{path} describes another state than its key; delete its directory to capture it again")
+        return meta
+
     def names(self, key: str) -> set[str]:
         """Names of the tensors stored under `key`; empty when there are none. Raises StoreError if damaged."""
-        return set(self._meta(key).get("tensors", ()))
+        return set(self.meta(key).get("tensors", ()))
 
     def missing(self, key: str, names: Iterable[str]) -> list[str]:
         """Which of `names` are not stored under `key`, sorted."""
         return sorted(set(names) - self.names(key))
-
-    def adopt(self, key: str, file: Path, fields: Mapping[str, Any], provenance: Mapping[str, Any]) -> None:
-        """Add the tensors of a safetensors file to the entry of `key`; tensors that are there already stay.
-
-        The new file is written and synced under a new name before meta.json is replaced, so an interruption
-        leaves the old entry or the new one.
-        """
-        from safetensors.torch import load_file, save_file
-
-        tensors = load_file(file)
-        old = self._meta(key)
-        if old:
-            tensors |= load_file(self._verified(key, old))
-        directory = self.directory(key)
-        directory.mkdir(parents=True, exist_ok=True)
-        name = f"states-{old.get('generation', 0) + 1}.safetensors" if old else "states.safetensors"
-        path, partial = directory / name, directory / f".{name}.{os.getpid()}"
-        save_file(tensors, partial)
-        with open(partial, "rb") as stream:
-            os.fsync(stream.fileno())
-        os.replace(partial, path)
-        meta = {
-            "key": key,
-            "file": name,
-            "generation": old.get("generation", 0) + 1 if old else 0,
-            "sha256": sha256_file(path),
-            "tensors": {
-                n: {"dtype": str(t.dtype).removeprefix("torch."), "shape": list(t.shape)} for n, t in tensors.items()
-            },
-            "fields": dict(fields),
-            "provenance": [*old.get("provenance", []), dict(provenance)],
-        }
-        write_atomic(directory / "meta.json", json.dumps(meta, indent=1))
-        if old and old["file"] != name:
-            (directory / old["file"]).unlink(missing_ok=True)
 
     def load(self, key: str, names: Iterable[str]) -> dict[str, Tensor]:
         """Tensors [S, H] by name. Raises StoreError naming what is missing, or the file that is damaged."""
         from safetensors import safe_open
 
         names = list(names)
-        if absent := self.missing(key, names):
-            raise StoreError(
-                f"the store {self.root} lacks {', '.join(absent)} for key {key[:16]}…; "
-                "`pytest -m gpu_window` captures what is missing"
-            )
-        path = self._verified(key, self._meta(key))
-        with safe_open(path, framework="pt") as stream:
-            return {name: stream.get_tensor(name) for name in names}
-
-    def _meta(self, key: str) -> dict[str, Any]:
-        path = self.directory(key) / "meta.json"
-        try:
-            meta = json.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
+        if not names:
             return {}
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise StoreError(f"{path} is damaged ({error}); delete its directory to capture the state again") from None
-        if meta.get("key") != key or sha256_json(meta.get("fields")) != key:
-            raise StoreError(f"{path} describes another state than its key; delete its directory to capture it again")
-        return meta
+        for attempt in range(_READ_AGAIN):
+            meta = self.meta(key)
+            if absent := sorted(set(names) - set(meta.get("tensors", ()))):
+                raise StoreError(
+                    f"the store {self.root} lacks {', '.join(absent)} for key {key[:16]}…; "
+                    "`pytest -m gpu_window` captures what is missing"
+                )
+            try:
+                with safe_open(self._verified(key, meta), framework="pt") as stream:
+                    states = {name: stream.get_tensor(name) for name in names}
+            except (StoreError, OSError):
+                if attempt + 1 == _READ_AGAIN or self.meta(key) == meta:
+                    raise
+                continue  # taps were added meanwhile, and the file that the old meta.json named is gone
+            with contextlib.suppress(OSError):  # a store that may only be read
+                os.utime(self.directory(key) / META)  # the time of the last use, for `prune`
+            return states
+        raise AssertionError("not reached")
+
+    def adopt(self, key: str, file: Path, fields: Mapping[str, Any], provenance: Mapping[str, Any]) -> None:
+        """Add the tensors of a safetensors file to the entry of `key`; tensors that are there already stay.
+
+        An interruption at any moment leaves the old entry or the new one. Raises StoreError if the old one is damaged.
+        """
+        self._hold(make=True)
+        with FileLock(self.root / _WRITING):
+            if old := self.meta(key):
+                self._extend(key, file, old, provenance)
+            else:
+                self._create(key, file, fields, provenance)
+
+    def _create(self, key: str, file: Path, fields: Mapping[str, Any], provenance: Mapping[str, Any]) -> None:
+        parent = self.directory(key).parent
+        parent.mkdir(exist_ok=True)
+        new = Path(tempfile.mkdtemp(dir=parent, prefix=NEW))
+        try:
+            new.chmod(0o755)
+            name = "states.safetensors"
+            shutil.copyfile(file, new / name)
+            meta = {"key": key, "file": name, "generation": 0, **_content(new / name), "fields": dict(fields)}
+            write_atomic(new / META, json.dumps(meta | {"provenance": [dict(provenance)]}, indent=1))
+            _sync(new / name)
+            _sync(new)
+            os.rename(new, self.directory(key))
+        except BaseException:
+            shutil.rmtree(new, ignore_errors=True)
+            raise
+        _sync(parent)
+
+    def _extend(self, key: str, file: Path, old: Mapping[str, Any], provenance: Mapping[str, Any]) -> None:
+        from safetensors.torch import load_file, save_file
+
+        directory, generation = self.directory(key), old["generation"] + 1
+        tensors = load_file(file) | load_file(self._verified(key, old))
+        if tensors.keys() == old["tensors"].keys():
+            return
+        path, partial = directory / f"states-{generation}.safetensors", directory / f"{NEW}{generation}"
+        save_file(tensors, partial)
+        _sync(partial)
+        os.replace(partial, path)
+        added = {"file": path.name, "generation": generation, **_content(path)}
+        meta = {**old, **added, "provenance": [*old["provenance"], dict(provenance)]}
+        write_atomic(directory / META, json.dumps(meta, indent=1))
+        _sync(directory)
+        (directory / old["file"]).unlink(missing_ok=True)
 
     def _verified(self, key: str, meta: Mapping[str, Any]) -> Path:
         path = self.directory(key) / meta["file"]
-        if not path.is_file() or sha256_file(path) != meta["sha256"]:
-            what = "is missing" if not path.is_file() else "does not have the content that meta.json names"
-            raise StoreError(f"{path} {what}; delete its directory to capture the state again")
+        try:
+            found = sha256_file(path)
+        except FileNotFoundError:
+            raise StoreError(f"{path} is missing; delete its directory to capture the state again") from None
+        if found != meta["sha256"]:
+            raise StoreError(
+                f"{path} does not have the content that {META} names; delete its directory to capture the state again"
+            )
         return path
+
+    def _hold(self, make: bool = False) -> None:
+        """Share a lock for as long as this object lives: `prune` takes it alone, or leaves this target's states be."""
+        if self._held or not (make or self.root.is_dir()):
+            return
+        self.root.mkdir(parents=True, exist_ok=True)
+        try:
+            handle = os.open(self.root / IN_USE, os.O_RDWR | os.O_CREAT, 0o666)
+        except OSError:
+            if make:
+                raise
+            return  # a store that may only be read
+        self._held = weakref.finalize(self, os.close, handle)
+        fcntl.flock(handle, fcntl.LOCK_SH)
+
+
+def _content(path: Path) -> dict[str, Any]:
+    from taugate.target.shards import read_header
+
+    tensors = {name: {"dtype": t.dtype, "shape": list(t.shape)} for name, t in sorted(read_header(path).items())}
+    return {"sha256": sha256_file(path), "bytes": path.stat().st_size, "tensors": tensors}
+
+
+def _sync(path: Path) -> None:
+    """Have the contents of a file or the entries of a directory on the disk before anything is said about them."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+if __name__ == "__main__":
+    from taugate.target.prune import main
+
+    sys.exit(main())
