@@ -38,6 +38,10 @@ class World:
             None  # a command that the host gets round to later
         )
         self.quarantine = ""
+        self.requests = 0
+        self.sizes = 9
+        self.info: dict[str, object] = {"tokenizer_path": "/models/m", "architectures": ["A"]}
+        self.prompts: list[list[int]] = []
         self.faults: dict[int, str] = {}
         self.names: list[str] = []
         self.log: list[str] = []
@@ -220,19 +224,22 @@ class World:
 
     # SGLang
 
-    def http(self, method: str, path: str) -> tuple[int, object]:
+    def http(self, method: str, path: str, body: str = "") -> tuple[int, object]:
         self.advance(0.01)
         if self.now < self.ready_at:
             return 503, None
         if path == "/generate":
             self.served_since_start += 1
+            self.prompts.append(json.loads(body)["input_ids"])
             meta = {"finish_reason": {"type": "length", "length": 2}, "prompt_tokens": 3, "cached_tokens": 0}
             return 200, {"output_ids": [1, 2], "meta_info": meta}
         bodies = {
             "/ready": None,
+            "/v1/loads": {"loads": [{"num_running_reqs": self.requests, "num_waiting_reqs": 0}]},
             "/v1/models": {"data": [{"id": "m"}]},
-            "/model_info": {"model_path": self.model_path},
-            "/server_info": {"launch_command": "run", "version": "1"},
+            "/model_info": self.info | {"model_path": self.model_path},
+            "/server_info": {"launch_command": "run", "version": "1", "random_seed": self.now,
+                             "max_total_num_tokens": self.sizes, "internal_states": [{}]},
         }
         return (200, bodies[path]) if path in bodies else (404, None)
 
@@ -275,8 +282,9 @@ class _Connection:
 
     def recv(self, size):
         if self.answer is None:
-            method, path, _ = self.request.decode().split(" ", 2)
-            done = self.world.step(path, lambda: self.world.http(method, path))
+            head, _, text = self.request.decode().partition("\r\n\r\n")
+            method, path, _ = head.split(" ", 2)
+            done = self.world.step(path, lambda: self.world.http(method, path, text))
             if isinstance(done, str):
                 raise ConnectionResetError("injected")
             body = b"" if done[1] is None else json.dumps(done[1]).encode()

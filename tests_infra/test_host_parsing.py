@@ -334,7 +334,7 @@ def test_preflight_tells_every_red_check_at_once():
     red = {check.name for check in checks if not check.ok}
     assert red == {
         "systemd", "unit enabled", "server ready", "no MIG", "GPUs are the server's alone", "no other window",
-        "no job left over", "work_dir", "downtime", "host", "not quarantined", "systemd runs the server",
+        "work_dir", "downtime", "host", "not quarantined", "systemd runs the server",
         "no other manager", "not restarting", "clock", "stop ends the server",
     }  # fmt: skip
     with pytest.raises(PreflightError) as caught:

@@ -4,8 +4,11 @@ stays armed.
 
 from __future__ import annotations
 
+import json
+import threading
 import time
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 from hypothesis import given, settings
@@ -365,6 +368,81 @@ def test_a_server_that_comes_back_with_less_memory_is_noted(monkeypatch):
     )
     assert use(world, window) is None
     assert window.record.notes == ["GPU-a held 47004 MiB before and holds 40004 MiB now"]
+
+
+@pytest.mark.parametrize("on_busy", ["stop", "give up"])
+def test_a_busy_server_is_drained_then_stopped_or_left_alone_and_the_record_says_so(on_busy):
+    world = World()
+    world.requests = 2
+    window = window_on(world, drain_s=5.0, on_busy=on_busy)
+    error = use(world, window)
+    assert window.record.outcome == "restored" and world.serving and not world.armed
+    if on_busy == "stop":
+        assert error is None and window.record.notes == ["drain: 2 requests are left to the stop"]
+    else:
+        assert isinstance(error, WindowError) and "still had 2 requests after 5 s" in str(error)
+        assert world.log == ["arm", "disarm"] and window.record.downtime_s is None
+
+
+def test_every_field_that_is_different_after_the_restore_is_told():
+    world = World()
+    window = window_on(world, lambda event: setattr(world, "sizes", 7) if event.phase is Phase.HELD else None)
+    assert use(world, window) is None
+    assert window.record.fingerprint["differ"] == ["server_info.max_total_num_tokens was 9 and is 7"]
+    assert window.record.fingerprint["fields"] >= 8
+
+
+@pytest.mark.parametrize("field", ["tokenizer_path", "architectures"])
+def test_another_field_of_model_info_makes_it_another_server(field):
+    world = World()
+    window = window_on(world, lambda event: world.info.update({field: "/x"}) if event.phase is Phase.HELD else None)
+    error = use(world, window)
+    assert isinstance(error, WindowError) and f"model_info.{field} was " in str(error) and "stays armed" in str(error)
+    assert window.record.outcome == "broken" and world.quarantine
+
+
+def test_the_proof_is_several_different_requests():
+    world = World()
+    assert use(world, window_on(world, verify_requests=3)) is None
+    assert world.prompts == [[1, 2, 3], [1, 2, 3], [2, 3, 1], [3, 1, 2]], "the canary, then three after the restore"
+
+
+def test_a_failed_restore_is_told_by_command_and_address_and_is_never_hidden(tmp_path):
+    heard = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            heard.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            self.send_response(200 if self.path == "/ok" else 500)
+            self.end_headers()
+
+        def log_message(self, *_):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as web:
+        threading.Thread(target=web.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{web.server_port}"
+
+        def broken(command, path):
+            world = World()
+            options = {"notify": command, "webhook": f"{address}/{path}"}
+            fail = lambda event: setattr(world, "starts_fail", True) if event.phase is Phase.HELD else None  # noqa: E731
+            window = window_on(world, fail, **options)
+            error = use(world, window)
+            assert isinstance(error, WindowError) and "failed again after it was started" in str(error)
+            return str(error), window.record.notes
+
+        tell = ("sh", "-c", f'echo "$0" >{tmp_path}/told; cat >{tmp_path}/json')
+        text, notes = broken(tell, "ok")
+        assert notes == [] and (tmp_path / "told").read_text().strip() == text
+        assert json.loads((tmp_path / "json").read_text()) == heard[0]
+        assert heard[0] == {"text": text, "event": "restore failed", "host": "fake", "service": SERVICE, "window": "w1"}
+        _, notes = broken(("/no/such/command",), "bad")
+        assert "/no/such/command of window.notify could not tell anybody" in notes[0]
+        assert "window.webhook could not be told: HTTP Error 500" in notes[1]
+        _, notes = broken(("false",), "ok")
+        assert notes == ["the command false of window.notify ended with status 1"]
+        web.shutdown()
 
 
 def test_a_window_needs_a_canary():

@@ -118,7 +118,7 @@ def _settings(given: argparse.Namespace) -> tuple[HostSettings, WindowSettings, 
                 "expected_model_id": profile.model_id}  # fmt: skip
         values = {"transport": profile.kind} | {key: value for key, value in told.items() if value is not None}
         shared = ("ttl", "stop_timeout", "free_timeout", "escalate_after", "start_timeout")
-        times = {f"{name}_s": getattr(config.window, name) for name in shared}
+        times = {f"{name}_s": getattr(config.window, name) for name in shared} | {"drain_s": config.window.drain}
         job_s = config.window.job_timeout
     if given.host:
         found = _ADDRESS.fullmatch(given.host)

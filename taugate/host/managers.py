@@ -19,7 +19,7 @@ _CLOCK_S = 300.0
 def manager_checks(host: Host) -> Iterator[Check]:
     """Read-only. Raises HostError."""
     name = host.unit.name
-    told = show_properties(host.transport, name, "ExecStart,NRestarts,ActiveEnterTimestampMonotonic")
+    told = show_properties(host.transport, name, "ExecStart,NRestarts,ActiveEnterTimestampMonotonic,TriggeredBy")
     found = _CONTAINER.search(told.get("ExecStart", ""))
     yield Check(
         "systemd runs the server",
@@ -34,6 +34,13 @@ def manager_checks(host: Host) -> Iterator[Check]:
         not others,
         f"GPU processes belong to {', '.join(others)}" if others else "no GPU process belongs to one",
         "what it runs comes back by itself when it is stopped: such hosts are not borrowed",
+    )
+    starters = told.get("TriggeredBy", "")
+    yield Check(
+        "nothing else starts it",
+        True,
+        f"{starters} may start it in mid-window, which ends the capture" if starters else "no timer, socket or path",
+        warn=bool(starters),
     )
     uptime = host.transport.run(["cat", "/proc/uptime"], deadline=COMMAND_DEADLINE_S).stdout.split()
     began = int(told.get("ActiveEnterTimestampMonotonic") or 0) / 1e6

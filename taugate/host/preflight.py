@@ -5,6 +5,7 @@ Nothing here changes anything.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,10 +15,11 @@ from taugate.host.check import Check
 from taugate.host.gpus import GpuSnapshot
 from taugate.host.host import Host
 from taugate.host.install import rights
-from taugate.host.lease import JOB_GLOB
 from taugate.host.managers import manager_checks
-from taugate.host.sglang import ServerIdentity
-from taugate.host.unit import COMMAND_DEADLINE_S, UnitState
+from taugate.host.record import WindowSettings
+from taugate.host.serving import serving_checks
+from taugate.host.status import lease_state
+from taugate.host.unit import COMMAND_DEADLINE_S, UnitState, show_properties
 
 MIN_SYSTEMD = 249
 # Units that systemd brings back after a reboot in mid-window, or that cannot be enabled because something
@@ -63,19 +65,23 @@ def preflight(
     budget_s: float,
     disk_mib: int = 1024,
     extra: Sequence[Callable[[], Check]] = (),
+    window: WindowSettings | None = None,
 ) -> list[Check]:
     """Ask everything and return all answers, red ones included.
 
     budget_s: seconds the server may be away. disk_mib: MiB needed in work_dir. extra: the caller's own checks
-    (remote Python, checkpoint, compiled kernels); one that raises HostError is red. Raises HostError if the
+    (remote Python, checkpoint, compiled kernels); one that raises HostError is red. window: what is asked of the window
+    (the times that it will wait). Raises HostError if the
     host is unreachable.
     """
     host.transport.run(["true"], deadline=30.0).check("a first command")
+    settings = window or WindowSettings(())
+    began = _starts(host)
     groups: list[Callable[[], Iterator[Check]]] = [
         lambda: _systemd(host),
-        lambda: _unit(host.unit.name, host.unit.show()),
+        lambda: _unit(host.unit.name, host.unit.show(), settings),
         lambda: manager_checks(host),
-        lambda: _server(host),
+        lambda: serving_checks(host, settings),
         lambda: _gpus(host, host.gpus()),
         lambda: _leftovers(host),
         lambda: _work_dir(host, disk_mib),
@@ -86,6 +92,7 @@ def preflight(
         checks += _asked(group)
     for one in extra:
         checks += _asked(lambda one=one: iter([one()]))
+    checks += _asked(lambda: _steady(host, began))
     return checks
 
 
@@ -105,6 +112,16 @@ def _asked(group: Callable[[], Iterator[Check]]) -> list[Check]:
     return checks
 
 
+def _starts(host: Host) -> dict[str, str]:
+    return show_properties(host.transport, host.unit.name, "NRestarts,InvocationID")
+
+
+def _steady(host: Host, began: dict[str, str]) -> Iterator[Check]:
+    same = _starts(host) == began
+    detail = "the same start as at the first question" if same else "it was started anew between two questions"
+    yield Check("steady", same, detail, "it may be in a restart loop, or somebody works on it: look at its journal")
+
+
 def _systemd(host: Host) -> Iterator[Check]:
     done = host.transport.run(["systemctl", "--version"], deadline=COMMAND_DEADLINE_S).check("asking systemd's version")
     found = re.match(r"systemd (\d+)", done.stdout)
@@ -113,7 +130,7 @@ def _systemd(host: Host) -> Iterator[Check]:
     yield Check("systemd", version >= MIN_SYSTEMD, done.stdout.partition("\n")[0] or "no answer", remedy)
 
 
-def _unit(name: str, state: UnitState) -> Iterator[Check]:
+def _unit(name: str, state: UnitState, window: WindowSettings) -> Iterator[Check]:
     yield Check("unit loaded", state.load == "loaded", f"{name} is {state.load}", "set `service` to the serving unit")
     if state.load != "loaded":
         return
@@ -129,28 +146,18 @@ def _unit(name: str, state: UnitState) -> Iterator[Check]:
         "stop ends the server",
         state.kill_mode != "none",
         f"KillMode={state.kill_mode}{cut if state.kill_mode == 'control-group' else ''},"
-        f" TimeoutStopSec={state.timeout_stop_s:g} s",
+        f" TimeoutStopSec={state.timeout_stop_s:g} s, Restart={state.restart}",
         "with KillMode=none a stop leaves every process running: set KillMode=mixed",
     )
-
-
-def _server(host: Host) -> Iterator[Check]:
-    ready = host.server.ready()
+    limit, own = window.stop_timeout_s, state.timeout_stop_s
+    endless = math.isinf(own)
     yield Check(
-        "server ready",
-        ready,
-        f"{host.server.where} is {'ready' if ready else 'not ready'}",
-        "wait until it is",
-    )
-    if not ready:
-        return
-    identity: ServerIdentity = host.server.identity()
-    expected = host.settings.expected_model_id
-    yield Check(
-        "model",
-        expected in (None, identity.model_id),
-        f"it serves {identity.model_id} from {identity.model_path}, SGLang {identity.version}",
-        f"{expected} is expected: correct `model_id` or the server",
+        "stop ends in time",
+        limit is None or endless or own <= limit,
+        f"systemd ends it {'never' if endless else f'after {own:g} s'} (TimeoutStopSec), a window waits"
+        f" {f'{limit:g} s' if limit is not None else 'longer'} (stop_timeout)",
+        f"the window would give up before systemd does: set window.stop_timeout to more than {own:g} s",
+        warn=endless,
     )
 
 
@@ -172,18 +179,17 @@ def _leftovers(host: Host) -> Iterator[Check]:
     yield (allowed := rights(host))
     if not allowed.ok:
         return
-    told = host.helper.call("status", host.work_dir).check("reading the state of the lease").stdout
-    facts = [line.partition("=")[::2] for line in told.splitlines()]
-    single, jobs = dict(facts), [value for key, value in facts if key == "job"]
-    holder = single.get("lease") or ("the restore after an earlier window" if single.get("restoring") else "")
+    found = lease_state(host)
+    holder = found.holder
     yield Check("no other window", not holder, f"`{holder}` is open" if holder else "none is open", "wait for its end")
     yield Check(
         "not quarantined",
-        not single.get("quarantine"),
-        single.get("quarantine") or "the last window gave the server back",
+        not found.quarantine,
+        found.quarantine or "the last window gave the server back",
         "look at the server, then `python -m taugate host restore`",
     )
-    yield Check("no job left over", not jobs, ", ".join(jobs) or "none", f"`systemctl stop '{JOB_GLOB}'` on the host")
+    left = ", ".join(found.jobs)
+    yield Check("no job left over", True, f"{left}: stopped as the window opens" if left else "none", warn=bool(left))
 
 
 def _work_dir(host: Host, disk_mib: int) -> Iterator[Check]:

@@ -40,8 +40,8 @@ class WindowSettings:
     none). verify_requests: real generations that must succeed before the server counts as serving again.
     request_timeout_s: what one of these, or the canary, may take. persist_s: how long a step of the restore
     is tried again when the host does not answer or refuses. drain_s: how long to wait, before the stop, until
-    the server has no requests; 0 = stop at once. on_busy: what to do when it still has some then. notify, webhook: who is told that
-    the server did not come back (see notify.py).
+    the server has no requests; 0 = stop at once. on_busy: what to do when it still has some then. notify,
+    webhook: who is told that the server did not come back (see notify.py).
     """
 
     canary_input_ids: tuple[int, ...]

@@ -15,7 +15,6 @@ from taugate.errors import HostError
 from taugate.host.transport import Transport
 from taugate.host.tunnel import Reply, request
 
-
 # Names of fields of /server_info that are new at every start.
 _CHANGES = re.compile(r"seed|time|status|pid|port|throughput|_addr|uuid|launch_command|version|created")
 

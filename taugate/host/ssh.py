@@ -50,7 +50,7 @@ class SshTransport:
         )  # fmt: skip
         self.connect_timeout = connect_timeout
         self.name = f"{self.route.user}@{host}" + (f":{self.route.port}" if self.route.port != 22 else "")
-        self._lock = threading.Lock()
+        self._lock, self._growing = threading.Lock(), threading.Lock()
         self._logins: list[Login] = []
 
     def run(
@@ -180,7 +180,10 @@ class SshTransport:
             if len(refusals) < len(logins):  # one was lost, and nobody had noticed: nothing has been asked of it yet
                 continue
             if len(logins) < _MAX_LOGINS:
-                return self._session_of_a_new_login()
+                with self._growing:
+                    if len(self._logins) <= len(logins):  # else another thread has just made room
+                        return self._session_of_a_new_login()
+                continue
             if time.monotonic() >= end:
                 raise HostError(
                     f"{self.name} refused one more session ({refusals[0].text}) on each of {len(logins)} connections"

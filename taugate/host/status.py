@@ -40,28 +40,53 @@ class Status:
         return [f"{name:<11}{text}" for name, text in facts.items() if text]
 
 
-def look(host: Host) -> Status:
-    """Everything at once, changing nothing. Raises HostError."""
-    unit = host.unit.show()
+@dataclass(frozen=True)
+class LeaseState:
+    """What the helper tells of windows on its host; see Status for the fields."""
+
+    lease: str
+    restoring: bool
+    quarantine: str
+    jobs: tuple[str, ...]
+
+    @property
+    def holder(self) -> str:
+        """Who has the host now; "" if nobody has."""
+        return self.lease or ("the restore after an earlier window" if self.restoring else "")
+
+
+def lease_state(host: Host) -> LeaseState:
+    """Ask the helper. Raises HostError."""
     told = host.helper.call("status", host.work_dir).check("reading the state of the lease").stdout
     facts = [line.partition("=")[::2] for line in told.splitlines()]
+    single = dict(facts)
+    return LeaseState(
+        lease=single.get("lease", ""),
+        restoring=single.get("restoring") == "yes",
+        quarantine=single.get("quarantine", ""),
+        jobs=tuple(value for key, value in facts if key == "job"),
+    )
+
+
+def look(host: Host) -> Status:
+    """Everything at once, changing nothing. Raises HostError."""
+    unit, windows = host.unit.show(), lease_state(host)
     ready = host.server.ready()
     server = "not ready"
     if ready:
         identity, load = host.server.identity(), host.server.loads()
         busy = f", {load.running} requests running and {load.waiting} waiting" if load else ""
         server = f"ready, serves {identity.model_id}{busy}"
-    single = dict(facts)
     return Status(
         unit=f"{host.unit.name} is {unit.active} ({unit.sub}), KillMode={unit.kill_mode}, {unit.n_restarts} restarts",
         active=unit.active == "active",
         server=server,
         ready=ready,
         gpus=host.gpus().describe(),
-        lease=single.get("lease", ""),
-        restoring=single.get("restoring") == "yes",
-        quarantine=single.get("quarantine", ""),
-        jobs=tuple(value for key, value in facts if key == "job"),
+        lease=windows.lease,
+        restoring=windows.restoring,
+        quarantine=windows.quarantine,
+        jobs=windows.jobs,
     )
 
 
@@ -97,10 +122,12 @@ def plan(host: Host, settings: WindowSettings, job_s: float) -> list[str]:
     name, ident = host.unit.name, settings.window_id
     unit = host.unit.show()
     stop_s = settings.stop_timeout_s or unit.timeout_stop_s + 30
+    then = "stop it all the same" if settings.on_busy == "stop" else "give up"
     worst = stop_s + settings.free_timeout_s + job_s + settings.start_timeout_s
-    return [
+    return [  # the words of an installed helper are the same commands, given by root
         f"arm      systemd-run --unit=taugate-window --on-active={settings.ttl_s:.0f}s … restore {name}",
         f"         (and every {settings.ttl_s / 3:.0f} s: systemctl restart taugate-window.timer)",
+        f"drain    GET /v1/loads until it is idle; after {settings.drain_s:.0f} s {then}",
         f"stop     systemctl stop --no-block {name}   (KillMode={unit.kill_mode}, at most {stop_s:.0f} s)",
         f"free     nvidia-smi until its memory is free; after {settings.escalate_after_s:.0f} s"
         f" systemctl kill --signal=SIGKILL {name}; at most {settings.free_timeout_s:.0f} s",

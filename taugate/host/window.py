@@ -138,8 +138,8 @@ class Window:
         """Give the GPUs back: stop the jobs, start the server, verify it, disarm the timer last.
 
         A KeyboardInterrupt is kept until that is done; a second one leaves the rest to the host's timer.
-        interrupted: the first has already been. A second call does nothing. Raises WindowError (broken), LeaseLost (it serves, but the window was not
-        ours to its end).
+        interrupted: the first has already been. A second call does nothing. Raises WindowError (broken), LeaseLost
+        (it serves, but the window was not ours to its end).
         """
         pending: KeyboardInterrupt | None = None
         worked = False

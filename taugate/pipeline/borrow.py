@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from taugate.drafter.replay import CachedSequence
 from taugate.errors import HostError, WindowError
 from taugate.host.preflight import Check, expect_downtime, preflight, require
+from taugate.host.queue import wait_until_free
 from taugate.host.record import WindowSettings
+from taugate.host.status import plan as commands
 from taugate.host.window import PhaseEvent, Window
 from taugate.pipeline.bar import CaptureBar
 from taugate.pipeline.dataset import Dataset
@@ -26,18 +28,13 @@ class Borrower:
     def plan(self, wanted: Sequence[CachedSequence]) -> None:
         """Record what a run would do. Raises PreflightError if a check is red: such a run would end there."""
         checks = self._checks(wanted, self.survey.unasked)
-        steps = [("ok   " if check.ok else "RED  ") + str(check) for check in checks]
+        steps = [f"{check.word:5}{check}" for check in checks]
         unasked = len(self.survey.unasked)
         if unasked:
             steps.append(f"ask {self.survey.identity.model_id} for {unasked} completions, one by one")
         if wanted or unasked:
-            unit = self.host.unit.name
-            steps += [
-                f"arm taugate-window.timer on the host for {self.config.window.ttl:g} s",
-                f"systemctl stop {unit}, wait until its GPU memory is free",
-                f"capture {len(wanted) + unasked} sequences, taps {self.survey.taps}, as a transient unit",
-                f"systemctl start {unit}, wait until {self.survey.identity.model_id} answers, disarm the timer",
-            ]
+            steps.append(f"capture {len(wanted) + unasked} sequences, taps {self.survey.taps}, as the window's job:")
+            steps += commands(self.host, self._settings((1,)), self.config.window.job_timeout)
         else:
             steps.append(f"no window: all {len(self.data.sequences)} states are in {self.data.store.root}")
         self.record({"type": "plan", "steps": steps})
@@ -57,9 +54,10 @@ class Borrower:
         Raises PreflightError with the server untouched, WindowError, JobError. An interrupted capture leaves its
         complete files on the host, and the next one goes on from them.
         """
+        self.wait()
         require(self._checks(wanted, ()))
-        spec = self.results.put_spec(wanted)
-        window = Window(self.host, self._settings(self.data.sequences[0]), self._phase)
+        spec, first = self.results.put_spec(wanted), self.data.sequences[0]
+        window = Window(self.host, self._settings(first.token_ids[: first.prompt_length]), self._phase)
         try:
             with window:
                 done = self.survey.package.job(
@@ -75,6 +73,10 @@ class Borrower:
         self.results.forget_spec(spec)
         self.results.fetch(wanted, done["files"], window.record.window_id)
 
+    def wait(self) -> None:
+        """Until no other run has the host, as long as `window.wait_for_lease` says. Raises WindowError."""
+        wait_until_free(self.host, self.config.window.wait_for_lease, self.say)
+
     def _phase(self, event: PhaseEvent) -> None:
         self.say(f"window {event.seconds:6.1f} s  {event.phase.value:9} {event.detail}")
 
@@ -83,15 +85,23 @@ class Borrower:
         cap = self.config.completions.max_new_tokens
         tokens = sum(len(s.token_ids) for s in wanted) + len(unasked) * 4 * cap  # prompts of those are not known here
         disk = 64 + tokens * (len(self.survey.taps) + 1) * self.survey.target.hidden_size * 2 // 2**20
-        return preflight(self.host, downtime=downtime, budget_s=self.config.host.downtime_budget, disk_mib=disk)
+        budget = self.config.host.downtime_budget
+        return preflight(
+            self.host, downtime=downtime, budget_s=budget, disk_mib=disk, window=self._settings((1,))
+        )
 
-    def _settings(self, canary: CachedSequence) -> WindowSettings:
+    def _settings(self, canary: tuple[int, ...]) -> WindowSettings:
         times = self.config.window
         return WindowSettings(
-            canary_input_ids=canary.token_ids[: canary.prompt_length],
+            canary_input_ids=canary,
             ttl_s=times.ttl,
             stop_timeout_s=times.stop_timeout,
             free_timeout_s=times.free_timeout,
             escalate_after_s=times.escalate_after,
             start_timeout_s=times.start_timeout,
+            verify_requests=times.verify_requests,
+            drain_s=times.drain,
+            on_busy="stop" if times.on_busy == "abort" else "give up",
+            notify=times.notify,
+            webhook=times.webhook,
         )

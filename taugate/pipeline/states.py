@@ -12,6 +12,7 @@ from taugate.drafter.checkpoint import DrafterConfig
 from taugate.drafter.replay import CachedSequence
 from taugate.errors import StoreError
 from taugate.host.host import Host
+from taugate.host.queue import wait_until_free
 from taugate.pipeline.bar import Say
 from taugate.pipeline.borrow import Borrower
 from taugate.pipeline.dataset import Dataset
@@ -39,6 +40,8 @@ def acquire(
     when states are missing and no window may be opened, PreflightError with the server untouched, WindowError and
     JobError.
     """
+    if armed and not dry_run:
+        wait_until_free(host, config.window.wait_for_lease, say)  # inside another's window there is no server to ask
     survey = Survey(host, config, drafters, say)
     data = survey.dataset(ask=armed and not dry_run)
     record(survey.provenance(data))
