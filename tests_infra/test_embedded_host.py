@@ -450,7 +450,7 @@ def test_what_the_server_says_about_itself(served: tuple[EmbeddedHost, list[int]
     server = host.request("/server_info")[1]
     assert server == host.request("/get_server_info")[1]
     assert host.info.model_path in server["launch_command"] and server["kernel_path"] == "torch"
-    assert host.request("/v1/loads")[1]["aggregate"]["total_reqs"] == 0
+    assert host.request("/v1/loads")[1]["loads"][0]["num_running_reqs"] == 0
     assert host.request("/nosuch")[0] == 404
 
 
@@ -510,7 +510,7 @@ def test_a_stop_lets_the_running_request_end(served: tuple[EmbeddedHost, list[in
     host, answers = served[0], []
     request = threading.Thread(target=lambda: answers.append(generate(host, [1, 2, 3], 400)))
     request.start()
-    running = lambda: host.request("/v1/loads")[1]["aggregate"]["total_reqs"]  # noqa: E731
+    running = lambda: host.request("/v1/loads")[1]["loads"][0]["num_running_reqs"]  # noqa: E731
     poll(running, deadline=5, what="a running request", interval=0.02)
     host.systemctl("stop", "--no-block", SERVICE)
     poll(lambda: host.request("/ready")[0] == 503, deadline=5, what="draining", interval=0.02)

@@ -252,7 +252,7 @@ def test_readiness_uses_the_older_name_only_when_the_new_one_does_not_exist():
 
 def test_startup_time_and_loads():
     info = {"/server_info": Reply(200, {"startup_time": {"load_weight": 10.0, "cuda_graph": 5, "note": "x"}})}
-    assert client(info)[0].startup_seconds() == 15
+    assert client(info)[0].startup_seconds() == 10
     assert client({"/server_info": Reply(200, {})})[0].startup_seconds() is None
     rank = {"num_running_reqs": 2, "num_waiting_reqs": 1}
     for body in ([rank, rank], {"loads": [rank, rank]}):

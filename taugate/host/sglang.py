@@ -15,6 +15,7 @@ from taugate.errors import HostError
 from taugate.host.transport import Transport
 from taugate.host.tunnel import Reply, request
 
+_SAID_CHARS = 300  # of a server's own words in an error
 # Names of fields of /server_info that are new at every start.
 _CHANGES = re.compile(r"seed|time|status|pid|port|throughput|_addr|uuid|launch_command|version|created")
 
@@ -130,10 +131,13 @@ class SGLangClient:
         return {name: json.dumps(value) for name, value in flat.items() if not _CHANGES.search(name)}
 
     def startup_seconds(self) -> float | None:
-        """How long its last start took by its own account, in seconds; None if it does not tell."""
+        """How long its last start took by its own account, in seconds; None if it does not tell.
+
+        It times parts that contain one another (loading the weights, the scheduler, the whole): the longest.
+        """
         times = self._first("/server_info", "/get_server_info").get("startup_time")
         if isinstance(times, dict):
-            times = sum(value for value in times.values() if isinstance(value, (int, float)))
+            times = max((value for value in times.values() if isinstance(value, (int, float))), default=None)
         return float(times) if isinstance(times, (int, float)) and times > 0 else None
 
     def loads(self) -> Load | None:
@@ -197,6 +201,8 @@ class SGLangClient:
     def _refusal(self, reply: Reply) -> str:
         if not reply.status:
             return "is not listening: no answer"
-        error = reply.body.get("error") if isinstance(reply.body, dict) else None
+        body = reply.body if isinstance(reply.body, dict) else {}
+        error = body.get("error", body.get("message"))  # its own form, and OpenAI's
         said = error.get("message") if isinstance(error, dict) else error
+        said = " ".join(str(said).split())[:_SAID_CHARS] if said else ""
         return f"answered {reply.status}" + (f" ({said})" if said else "")
