@@ -139,9 +139,7 @@ class SshTransport:
         """See `Transport.open_tcp` (direct-tcpip: no port is opened on either machine)."""
         login = self._any_login()
         try:
-            channel = login.transport.open_channel(
-                "direct-tcpip", ("127.0.0.1", port), ("127.0.0.1", 0), timeout=timeout
-            )
+            channel = login.tcp(port, timeout)
         except paramiko.ChannelException as error:
             if error.code == 2:  # SSH_OPEN_CONNECT_FAILED
                 raise ConnectionRefusedError(f"nothing listens on 127.0.0.1:{port} of {self.name}") from None
@@ -171,7 +169,7 @@ class SshTransport:
             refusals: list[paramiko.ChannelException] = []
             for login in logins:
                 try:
-                    return login.transport.open_session(timeout=max(0.01, end - time.monotonic()))
+                    return login.session(max(0.01, end - time.monotonic()))
                 except paramiko.ChannelException as error:
                     refusals.append(error)
                 except LOST as error:
@@ -194,7 +192,7 @@ class SshTransport:
     def _session_of_a_new_login(self) -> paramiko.Channel:
         login = open_login(self.route, self.connect_timeout)
         try:  # before any other thread knows of it: a refusal now is not for want of room
-            channel = login.transport.open_session(timeout=self.connect_timeout)
+            channel = login.session(self.connect_timeout)
         except BaseException as error:
             login.close()
             if isinstance(error, paramiko.ChannelException):

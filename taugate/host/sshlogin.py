@@ -35,10 +35,21 @@ class Login:
         assert transport is not None
         self.transport: paramiko.Transport = transport
         self._pulse = Pulse(transport)
+        self._opening = threading.Lock()
 
     @property
     def active(self) -> bool:
         return self.transport.is_active()
+
+    def session(self, timeout: float) -> paramiko.Channel:
+        """A new session. Raises ChannelException (refused) and others of LOST."""
+        with self._opening:  # paramiko keeps one error per connection: of two refusals, one thread would get both
+            return self.transport.open_session(timeout=timeout)
+
+    def tcp(self, port: int, timeout: float) -> paramiko.Channel:
+        """A connection to 127.0.0.1:`port` there. Raises as `session`."""
+        with self._opening:
+            return self.transport.open_channel("direct-tcpip", ("127.0.0.1", port), ("127.0.0.1", 0), timeout=timeout)
 
     def close(self) -> None:
         """End it; a second call does nothing."""
