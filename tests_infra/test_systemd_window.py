@@ -6,12 +6,10 @@ requests again, or was an alarm raised; did the host begin in time; does every f
 
 from __future__ import annotations
 
-import time
-
 import pytest
 
-from fixtures.testhost.drive import Runner
-from fixtures.testhost.host import SERVICE, SystemdHost
+from benchmarks.window_overhead import LIMIT_S, measure, overhead
+from fixtures.testhost.host import SystemdHost
 from fixtures.testhost.matrix import perform
 from fixtures.testhost.needed import need_host
 from fixtures.testhost.scenarios_host import scenarios
@@ -41,15 +39,6 @@ def test_a_window_costs_at_most_three_seconds_beyond_stop_start_and_job(tmp_path
     need_host()
     with SystemdHost(tmp_path / "host") as host:
         host.wait_serving()
-        begun = time.monotonic()
-        host.inside("systemctl", "stop", SERVICE)
-        host.inside("systemctl", "start", SERVICE)
-        host.wait_serving()
-        own_s = time.monotonic() - begun
-        with Runner(host, job=["sleep", "1"]) as runner:
-            record = runner.end()["record"]
-    at = [(event["phase"], event["seconds"]) for event in record["phases"]]
-    phases = {f"{a}-{b}": round(end - start, 2) for (a, start), (b, end) in zip(at, at[1:], strict=False)}
-    record_property("phases", phases)
-    overhead = record["downtime_s"] - own_s - 1
-    assert overhead <= 3, (overhead, phases)
+        steps = measure(host, windows=2)
+    record_property("steps", [f"{step.name} {step.beyond_s:.2f}" for step in steps])
+    assert overhead(steps)["overhead_s"] <= LIMIT_S, steps

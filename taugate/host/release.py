@@ -22,7 +22,8 @@ _FLOOR_MIB = 1024
 _FLOOR_SHARE = 0.03
 _EQUAL_MIB = 16  # two readings that agree this well are equal: desktops and daemons move a little
 _STAT = re.compile(r"^(\d+) \(.*\) (.*)$", re.MULTILINE)
-_POLL_S = 1.0
+_POLL_S = 0.5
+_FIRST_PAUSE_S = 0.1
 _STOP_MARGIN_S = 30.0
 _STOP_UNLIMITED_S = 600.0
 
@@ -128,6 +129,7 @@ def stop(
         deadline=limit,
         what=f"the stop of {host.unit.name} on {host.name}",
         interval=settings.poll_s,
+        first=_FIRST_PAUSE_S,
         clock=clock,
         sleep=sleep,
     )

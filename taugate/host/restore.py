@@ -16,6 +16,7 @@ from taugate.polling import poll
 T = TypeVar("T")
 _MAX_STARTS_AFTER_FAILURE = 1
 _RESTART_IDLE_S = 5.0  # a start command that had no effect is given again after this
+_FIRST_PAUSE_S = 0.1  # small servers are back at once
 _SURE = 3  # a wrong identity must be read this often before it is believed
 
 
@@ -67,6 +68,7 @@ class Restore:
                 deadline=self._settings.start_timeout_s,
                 what=f"serving by {self._host.unit.name}",
                 interval=self._settings.poll_s,
+                first=_FIRST_PAUSE_S,
                 clock=self._clock,
                 sleep=self._sleep,
             )
