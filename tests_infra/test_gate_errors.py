@@ -139,5 +139,5 @@ def test_a_refusal_is_exit_1_and_one_sentence_without_traceback(embedded, tmp_pa
 def test_dry_run_prints_the_plan_and_stops_nothing(embedded, tmp_path):
     done = run_gate(embedded, tmp_path / "store", "--dry-run")
     assert done.returncode == 0, done.stdout
-    assert "systemctl stop sglang-tiny.service" in done.stdout
+    assert "systemctl stop --no-block sglang-tiny.service" in done.stdout and "s without the server" in done.stdout
     assert "capture 3 sequences" in done.stdout
