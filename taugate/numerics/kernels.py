@@ -10,6 +10,7 @@ torch-chunk, torch-recurrent  the fallbacks of transformers, on any device
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 import pickle
 import struct
@@ -82,7 +83,7 @@ def call(path: str, inputs: Inputs) -> tuple[Tensor, Tensor]:
 def _function(path: str) -> Callable[..., Any]:
     if path in TORCH_PATHS:
         function = getattr(importlib.import_module(_MODELING), f"torch_{path.removeprefix('torch-')}_gated_delta_rule")
-        return getattr(function, "__wrapped__", function)  # the decorated one calls fla wherever that imports
+        return inspect.unwrap(function)  # the decorated one calls fla wherever that imports
     if path in FLA_PATHS:
         name = {"fla-chunk": "chunk", "fla-recurrent": "fused_recurrent"}[path]
         return getattr(importlib.import_module("fla.ops.gated_delta_rule"), f"{name}_gated_delta_rule")

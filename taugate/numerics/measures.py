@@ -31,7 +31,7 @@ def in_roundings(error: float) -> float:
 
 @dataclass(frozen=True)
 class TokenError:
-    """The token that is furthest off: its index and its error over the RMS of a token's norm in the sequence."""
+    """The token that is furthest off: its index in its sequence, and its error over the RMS of all tokens' norms."""
 
     error: float
     index: int
@@ -40,12 +40,12 @@ class TokenError:
 def token_maximum(value: Tensor, reference: Tensor, dim: int = 1) -> TokenError:
     """max over tokens of ‖Δ_t‖ / √(mean ‖r_t‖²), `dim` being the tokens and dimension 0 the sequences.
 
-    Normalised by the sequence and not by the token itself: a correct kernel has 8e-2 where q and k nearly cancel.
+    Normalised by all tokens and not by the token itself: a correct kernel has 8e-2 where q and k nearly cancel.
     Raises EvidenceError as `relative_error`.
     """
     wide, base = _checked(value, reference)
     apart, size = ((x.movedim(dim, 1).flatten(2).norm(dim=-1)) for x in (wide - base, base))
-    share = apart / size.square().mean(dim=1, keepdim=True).sqrt().clamp_min(1e-300)
+    share = apart / size.square().mean().sqrt()
     worst = int(share.argmax())
     return TokenError(float(share.flatten()[worst]), worst % share.shape[1])
 
