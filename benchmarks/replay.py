@@ -25,13 +25,12 @@ sys.modules.setdefault("fla", None)  # type: ignore[arg-type]  # its kernels do 
 
 import torch  # noqa: E402
 
-from benchmarks.replay_gpu import real_shape  # noqa: E402
+from benchmarks.replay_gpu import EVERYTHING, forwards, real_shape  # noqa: E402
 from benchmarks.replay_pair import FIXTURES, FullAttentionPair, random_states  # noqa: E402
 from taugate.drafter.replay import Verifier, anchor_table, walk_together  # noqa: E402
 
 CHAIN = Verifier.parse("chain")
-BUDGETS = (8, 15, 16, 32, 64, 128, 256, 512, 1024)
-EVERYTHING = [CHAIN, Verifier.parse("topk-8"), *(Verifier.parse(f"ddtree-{n}") for n in BUDGETS)]
+ANCHORS_PER_BATCH = 32
 
 
 def say(*words: object) -> None:
@@ -81,23 +80,15 @@ def table_overhead(pair: FullAttentionPair, prompts: int, new: int, rounds: int 
     sequences = pair.complete(pair.prompts(prompts), new)
     items = [(s, pair.states(s)) for s in sequences]
 
-    def forwards() -> None:
+    def alone() -> None:
         for sequence, taps in items:
-            with torch.inference_mode():
-                context, anchors = pair.drafter.context(taps[None]), list(sequence.anchors())
-                for first in range(0, len(anchors), 32):
-                    some = torch.tensor([anchors[first : first + 32]])
-                    tokens = torch.tensor([sequence.token_ids])[0][some]
-                    upto = [(k[..., : some.max(), :], v[..., : some.max(), :]) for k, v in context]
-                    sizes = torch.full_like(some, pair.drafter.config.block_size)
-                    hidden = pair.drafter(upto, tokens, some, sizes, pair.embedding)
-                    pair.drafter.logits(hidden[0, :, 1:], pair.head)
+            forwards(pair.drafter, sequence, taps, pair.embedding, pair.head, ANCHORS_PER_BATCH)
 
     def table() -> None:
         for sequence, taps in items:
-            anchor_table(pair.drafter, sequence, taps, pair.embedding, pair.head, EVERYTHING)
+            anchor_table(pair.drafter, sequence, taps, pair.embedding, pair.head, EVERYTHING, ANCHORS_PER_BATCH)
 
-    both = [(seconds(forwards)[0], seconds(table)[0]) for _ in range(rounds)]
+    both = [(seconds(alone)[0], seconds(table)[0]) for _ in range(rounds)]
     forward_s, table_s = min(f for f, _ in both), min(t for _, t in both)
     return {
         "table_over_forwards": table_s / forward_s,

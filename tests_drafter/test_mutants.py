@@ -46,24 +46,29 @@ def forget_the_clusters(patch):
 
 
 def shift_the_taps(patch):
-    original = model.Drafter.context
-    patch.setattr(model.Drafter, "context", lambda self, taps: original(self, taps.roll(1, dims=1)))
+    before_context(patch, lambda taps: taps.roll(1, dims=1))
 
 
 def swap_the_taps(patch):
+    before_context(patch, lambda taps: taps.roll(taps.shape[-1] // 2, dims=-1))
+
+
+def before_context(patch, change):
     original = model.Drafter.context
-    patch.setattr(model.Drafter, "context", lambda self, taps: original(self, taps.roll(taps.shape[-1] // 2, dims=-1)))
+    patch.setattr(model.Drafter, "context", lambda self, taps, **rest: original(self, change(taps), **rest))
 
 
 def let_the_anchor_see_its_own_state(patch):
-    original = model.Attention._visible
+    original = model.visible
     patch.setattr(
-        model.Attention, "_visible", lambda self, length, anchors, *rest: original(self, length, anchors + 1, *rest)
+        model,
+        "visible",
+        lambda context, first, stop, anchors, *rest: original(context, first, stop, anchors + 1, *rest),
     )
 
 
 def logits(public):
-    test_parity.test_logits(public, "full", 17)
+    test_parity.test_logits(public, "full", 17, True)
 
 
 MUTANTS = [

@@ -51,18 +51,22 @@ def public_drafter(public, raw, ours):
     return theirs
 
 
+@pytest.mark.parametrize("known_bounds", [False, True])
 @pytest.mark.parametrize("context", [5, 15, 16, 17, 60])
 @pytest.mark.parametrize("kind", sorted(LAYOUTS))
-def test_logits(public, kind, context):
-    """fp32, context shorter and longer than the window of 16, whole and cut blocks."""
+def test_logits(public, kind, context, known_bounds):
+    """fp32, context shorter and longer than the window of 16, whole and cut blocks, all of the context read or only
+    what is seen.
+    """
     ours = tiny.drafter(LAYOUTS[kind], seed=3)
     theirs = public_drafter(public, LAYOUTS[kind], ours)
     embedding, head = tiny.tables(ours.config)
     taps, known = torch.randn(1, context + 7, 2 * tiny.HIDDEN), torch.randint(0, 39, (1, 2))
     full = ours.config.block_size
     anchors, sizes = torch.tensor([[context, context - 2]]), torch.tensor([[full, full - 3]])
+    between = (context - 2, context) if known_bounds else None
     with torch.inference_mode():
-        hidden = ours(ours.context(taps), known, anchors, sizes, embedding)
+        hidden = ours(ours.context(taps, blocks=2), known, anchors, sizes, embedding, between)
         for column, (anchor, size) in enumerate(zip(anchors[0].tolist(), sizes[0].tolist(), strict=True)):
             block = torch.full((1, size), tiny.MASK)
             block[0, 0] = known[0, column]
@@ -181,7 +185,7 @@ def overfitted() -> Pair:
         anchors = torch.randint(6, 27, (12, 4), generator=generator)
         where = anchors[..., None] + torch.arange(1, 6)
         hidden = drafter(
-            drafter.context(taps[rows]),
+            drafter.context(taps[rows], blocks=4),
             tokens[rows].gather(1, anchors),
             anchors,
             torch.full_like(anchors, 6),

@@ -136,12 +136,12 @@ def test_equal_logits_are_ranked_by_token():
     """As argmax and a stable sort do; most logits here have equals, also beyond the lists looked at."""
     generator = torch.Generator().manual_seed(0)
     logits = torch.randint(0, 3, (60, 4, 300), generator=generator).float()
-    truth = torch.randint(0, 300, (60, 4), generator=generator).numpy()
+    truth = torch.randint(0, 300, (60, 4), generator=generator)
     truth[::2, 0] = logits[::2, 0].argmax(-1)
     names = ("chain", "topk-50", "topk-120", "topk-250", "ddtree-90", "ddtree-700")
-    found = judge(Drafts(logits, truth, np.full(60, 4)), [Verifier.parse(name) for name in names]).accepted
+    found = judge(Drafts(logits, truth, torch.full((60,), 4)), [Verifier.parse(name) for name in names]).accepted
     order = logits.sort(dim=-1, descending=True, stable=True)
-    ranks = (order.indices == torch.from_numpy(truth)[..., None]).int().argmax(-1).numpy()
+    ranks = (order.indices == truth[..., None]).int().argmax(-1).numpy()
     for name in names[:4]:
         size = Verifier.parse(name).size
         assert found[name].tolist() == np.logical_and.accumulate(ranks < size, axis=1).sum(1).tolist(), name

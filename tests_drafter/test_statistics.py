@@ -137,7 +137,7 @@ def test_a_drafter_that_samples_its_own_text_is_calibrated():
     logits = torch.from_numpy(rng.normal(0, 2.5, (4000, 5, 12))).float()
     q = logits.double().softmax(-1).numpy()
     truth = (q.cumsum(-1) > rng.random((4000, 5, 1))).argmax(-1)
-    found = judge(Drafts(logits, truth, np.full(4000, 5)), trees, predict=True)
+    found = judge(Drafts(logits, torch.from_numpy(truth), torch.full((4000,), 5)), trees, predict=True)
     for tree in trees:
         error = found.accepted[tree.name].std() / 4000**0.5
         assert abs(found.accepted[tree.name].mean() - found.predicted[tree.name].mean()) < 4 * error

@@ -1,6 +1,7 @@
 """How deep each verifier accepts the blocks of a batch, given their logits and the true tokens.
 
-Equal logits are ranked by token id, lower first, as argmax and a stable sort do.
+Equal logits are ranked by token id, lower first, as argmax and a stable sort do. What needs the logits runs where they
+are (`Condensed`); the trees are counted on the host, from short lists.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import torch
 from torch import Tensor
 
 from taugate.drafter.cached import LARGEST_TREE, Verifier
+from taugate.drafter.device import Fetched
+from taugate.drafter.rowstats import row_stats, top_values
 from taugate.drafter.tree import best, expected_depth, pop_numbers, scores
 from taugate.errors import EvidenceError
 
@@ -23,108 +26,129 @@ NARROW = 128
 
 @dataclass(frozen=True)
 class Drafts:
-    """R blocks of L drafted slots.
+    """R blocks of L drafted slots, all on one device.
 
-    logits [R, L, V] fp32, on any device. truth [R, L]: true tokens, -1 past the end
-    of the text slots [R]: how many of the L slots were drafted. proposal [R, L]: what DFlash 2's selector
-    chose; else the argmax.
+    logits [R, L, V], of any floating dtype. truth [R, L] int64: true tokens, -1 past the end of the text or of the
+    block. slots [R]: how many of the L slots were drafted. proposal [R, L]: what DFlash 2's selector chose; else the
+    argmax.
     """
 
     logits: Tensor
-    truth: Array
-    slots: Array
+    truth: Tensor
+    slots: Tensor
     proposal: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class Judged:
-    """accepted: by verifier, depth [R]; arrivals [R, L]: pop numbers (see AnchorTable); predicted: by tree,
-    [R].
-    """
+    """accepted: by verifier, depth [R]; arrivals [R, L]: pop numbers (see AnchorTable); predicted: by tree, [R]."""
 
     accepted: dict[str, Array]
     arrivals: Array | None = None
     predicted: dict[str, Array] = field(default_factory=dict)
 
 
-def prefix(ok: Array) -> Array:
-    """Length [R] of the leading run of True in each row of `ok` [R, L]."""
-    return np.logical_and.accumulate(ok, axis=1).sum(1)
+def chain_depth(drafts: Drafts) -> Tensor:
+    """Length [R] of the proposal's leading run of true tokens, on the drafts' device."""
+    return _right(drafts, None).int().cumprod(1).sum(1)
+
+
+def _right(drafts: Drafts, ranks: Tensor | None) -> Tensor:
+    """Where the proposal is the true token, bool [R, L]."""
+    if drafts.proposal is not None:
+        return drafts.proposal == drafts.truth
+    if ranks is not None:
+        return ranks == 0
+    if drafts.logits.is_cuda:
+        return row_stats(drafts.logits.flatten(0, 1), drafts.truth.flatten())[0].view_as(drafts.truth) == 0
+    return drafts.logits.argmax(-1) == drafts.truth
+
+
+class Condensed:
+    """All that the judgement needs of a batch's logits. On a GPU it is only queued: `judge` may come later, when the
+    next batch is under way.
+    """
+
+    def __init__(self, drafts: Drafts, verifiers: Sequence[Verifier], predict: bool = False) -> None:
+        self.logits, self.verifiers = drafts.logits, verifiers
+        self.trees = [v for v in verifiers if v.kind == "ddtree"]
+        self.predict = predict
+        # Most questions are settled by the best few of each slot; the rest gets lists as long as the largest tree.
+        self.width = max([NARROW, *(v.size for v in self.trees if predict)])
+        ranks, lists = None, {}
+        if self.trees or any(v.kind == "topk" for v in verifiers):
+            ranks, lists = _ranks_and_lists(drafts, self.width if self.trees else 0)
+            lists["ranks"] = ranks
+        if any(v.kind == "chain" for v in verifiers):
+            lists["right"] = _right(drafts, ranks)
+        self.host = Fetched(slots=drafts.slots, **lists)
+
+    def judge(self) -> Judged:
+        """Raises EvidenceError for logits that are not finite."""
+        host, trees = self.host, self.trees
+        pops, predicted = None, {}
+        if trees:
+            slots, ranks = host["slots"], host["ranks"]
+            logprobs = host["top"].astype(np.float64) - host["total"][..., None]
+            if not np.isfinite(host["total"]).all():
+                raise EvidenceError("the drafter's logits are not finite; its weights or the states are damaged")
+            pops, unknown = pop_numbers(scores(logprobs, slots), ranks, LARGEST_TREE)
+            longest = min(LARGEST_TREE, self.logits.shape[-1])
+            if self.width < longest and unknown.any():
+                rows = np.flatnonzero(unknown)
+                lists = host.beside(lambda: _longest(self.logits, rows, longest))
+                logprobs_there = lists.astype(np.float64) - host["total"][rows, :, None]
+                pops[rows] = pop_numbers(scores(logprobs_there, slots[rows]), ranks[rows], LARGEST_TREE)[0]
+            if self.predict:
+                sums = expected_depth(logprobs, [v.size for v in trees], slots)
+                predicted = {v.name: sums[:, column] for column, v in enumerate(trees)}
+        accepted = {}
+        for verifier in self.verifiers:
+            if verifier.kind == "chain":
+                accepted[verifier.name] = _run(host["right"])
+            elif verifier.kind == "topk":
+                accepted[verifier.name] = _run((host["ranks"] >= 0) & (host["ranks"] < verifier.size))
+            else:
+                accepted[verifier.name] = (pops <= verifier.size).sum(1)
+        return Judged(accepted, pops, predicted)
 
 
 def judge(drafts: Drafts, verifiers: Sequence[Verifier], predict: bool = False) -> Judged:
     """Judge every block by every verifier. Raises EvidenceError for logits that are not finite."""
-    logits, slots = drafts.logits, drafts.slots
-    truth = np.where(np.arange(drafts.truth.shape[1]) < slots[:, None], drafts.truth, -1)
-    trees = [v for v in verifiers if v.kind == "ddtree"]
-    ranks = pops = None
-    predicted: dict[str, Array] = {}
-    if trees or any(v.kind == "topk" for v in verifiers):
-        # Most questions are settled by the best few of each slot; the others get lists as long as the largest tree.
-        width = max([NARROW, *(v.size for v in verifiers if v.kind == "topk"), *(v.size for v in trees if predict)])
-        top = _top(logits, min(width, logits.shape[-1]))
-        ranks = _ranks(logits, top, truth)
-    elif drafts.proposal is None:
-        ranks = np.where(logits.argmax(-1).cpu().numpy() == truth, 0, 1)
-    if trees:
-        normal = _log_total(logits, top)
-        pops, unknown = pop_numbers(scores(top - normal, slots), ranks, LARGEST_TREE)
-        if top.shape[-1] < min(LARGEST_TREE, logits.shape[-1]) and unknown.any():
-            rows = np.flatnonzero(unknown)
-            some = logits[torch.from_numpy(rows).to(logits.device)]
-            longer = _top(some, min(LARGEST_TREE, logits.shape[-1]))
-            further = _ranks(some, longer, truth[rows])
-            pops[rows] = pop_numbers(scores(longer - normal[rows], slots[rows]), further, LARGEST_TREE)[0]
-        if predict:
-            sums = expected_depth(top - normal, [v.size for v in trees], slots)
-            predicted = {v.name: sums[:, column] for column, v in enumerate(trees)}
-    accepted = {}
-    for verifier in verifiers:
-        if verifier.kind == "chain":
-            right = ranks == 0 if drafts.proposal is None else drafts.proposal.cpu().numpy() == truth
-            accepted[verifier.name] = prefix(right)
-        elif verifier.kind == "topk":
-            accepted[verifier.name] = prefix((ranks >= 0) & (ranks < verifier.size))
-        else:
-            accepted[verifier.name] = (pops <= verifier.size).sum(1)
-    return Judged(accepted, pops, predicted)
+    return Condensed(drafts, verifiers, predict).judge()
 
 
-def _log_total(logits: Tensor, top: Array) -> Array:
-    """log Σ exp of each slot's logits, float64 [R, L, 1]; `top` holds the largest of them first."""
-    peak = torch.from_numpy(top[..., :1].copy()).to(logits.device)
-    total = (logits - peak).exp_().sum(-1, keepdim=True)
-    if not total.isfinite().all():
-        raise EvidenceError("the drafter's logits are not finite; its weights or the states are damaged")
-    return (peak.double() + total.double().log()).cpu().numpy()
+def _run(ok: Array) -> Array:
+    """Length [R] of the leading run of True in each row of `ok` [R, L]."""
+    return np.logical_and.accumulate(ok, axis=1).sum(1)
 
 
-def _top(logits: Tensor, count: int) -> Array:
-    """The `count` largest logits of each slot, descending.
-
-    On a CPU numpy partitions faster than torch sorts.
+def _ranks_and_lists(drafts: Drafts, width: int) -> tuple[Tensor, dict[str, Tensor]]:
+    """Rank [R, L] of the true token in its slot, -1 without one; and if `width`, the best logits `top` [R, L, width]
+    with log Σ exp of all, `total` [R, L].
     """
+    logits, truth = drafts.logits.flatten(0, 1), drafts.truth.flatten()
+    shape = drafts.truth.shape
     if logits.is_cuda:
-        return logits.topk(count, dim=-1).values.cpu().numpy()
-    return best(logits.numpy(), count)
+        ranks, total, maxima = row_stats(logits, truth)
+        top = top_values(logits, maxima, width) if width else None
+    else:
+        own = logits.gather(1, truth.clamp(min=0)[:, None])
+        before = logits > own
+        before |= (logits == own) & (torch.arange(logits.shape[1]) < truth[:, None])
+        ranks = torch.where(truth < 0, -1, before.sum(1))
+        top = torch.from_numpy(best(logits.float().numpy(), width).copy()) if width else None
+        total = logits.float().logsumexp(-1) if width else None
+    lists = {} if top is None else {"top": top.unflatten(0, shape), "total": total.view(shape)}
+    return ranks.view(shape), lists
 
 
-def _ranks(logits: Tensor, top: Array, truth: Array) -> Array:
-    """Rank [R, L] of the true token in its slot; -1 without a truth, the width of `top` for anything beyond
-    it.
-    """
-    index = torch.from_numpy(np.maximum(truth, 0)).to(logits.device)
-    own = logits.gather(2, index[..., None])[..., 0].cpu().numpy()
-    ranks, width = np.full(truth.shape, -1), top.shape[-1]
-    row, slot = np.nonzero(truth >= 0)
-    mine = own[row, slot][:, None]
-    better, equal = (top[row, slot] > mine).sum(1), (top[row, slot] == mine).sum(1)
-    for tie in np.flatnonzero(equal > 1):
-        # Ties may go on beyond `top`, so they are looked up among all logits.
-        r, s = int(row[tie]), int(slot[tie])
-        better[tie] += int((logits[r, s, : int(truth[r, s])] == float(own[r, s])).sum())
-    ranks[row, slot] = np.minimum(better, width)
-    return ranks
+def _longest(logits: Tensor, rows: Array, count: int) -> Tensor:
+    """The `count` largest logits, descending, of each slot of `rows`."""
+    some = logits[torch.from_numpy(rows).to(logits.device)].float()
+    if logits.is_cuda:
+        return some.topk(count, dim=-1).values
+    return torch.from_numpy(best(some.numpy(), count).copy())
 
 
 def overlaps(
@@ -142,10 +166,10 @@ def overlaps(
             "Σ min(p, q) is not defined per slot for a DFlash 2 drafter: its selector samples along a path"
         )
     out = []
-    for row, anchor in enumerate(anchors):
-        count = int((drafts.truth[row] >= 0).sum())
+    counts = (drafts.truth >= 0).sum(1).tolist()
+    for row, (anchor, count) in enumerate(zip(anchors, counts, strict=True)):
         before = final_hidden[anchor : anchor + count].to(head)
         p = ((before @ head.T).float() / temperature).softmax(-1)
-        q = (drafts.logits[row, :count] / temperature).softmax(-1)
+        q = (drafts.logits[row, :count].float() / temperature).softmax(-1)
         out.append(tuple(torch.minimum(p, q).sum(-1).tolist()))
     return out

@@ -1,30 +1,33 @@
 """The DFlash drafter: one bidirectional pass over a block, with the target's hidden states as extra keys and
 values.
 
-After `dflash/model.py` of the public implementation (z-lab, MIT) and arXiv 2602.06036, §3. Shape letters:
-N sequences, S context positions, A anchors per sequence, B block size, K taps, H hidden size, D head size.
-Unlike the public code it runs many anchors of a sequence at once: their context keys and values are shared.
+After `dflash/model.py` of the public implementation (z-lab, MIT) and arXiv 2602.06036, §3. Shape letters: N sequences,
+S context positions, A anchors per sequence, B block size, K taps, H hidden size, D head size. Unlike the public code it
+runs many sequences, and many anchors of a sequence, at once: anchors of a sequence share its context's keys and values.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from taugate.drafter.checkpoint import DrafterConfig, read_config, read_tensors
+from taugate.drafter.context import Context, KeyValue
 from taugate.drafter.dflash2 import CandidateSelector, GroupedConv
 from taugate.drafter.rope import Rope, Turn, rotate
 from taugate.errors import CheckpointError
 
-KeyValue = tuple[Tensor, Tensor]
-
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm in fp32 with weight `w` (the target's own norms use `1 + w`; the drafter's
+    """Root-mean-square norm, computed in fp32, with weight `w` (the target's own norms may use `1 + w`; the drafter's
     never do).
     """
 
@@ -34,9 +37,18 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.float()
-        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        return self.weight * wide.to(x.dtype)
+        return functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+@dataclass(frozen=True)
+class Look:
+    """What the blocks of one call look at, in layers of one kind: context indices first…stop - 1, and of those and of
+    the blocks' own tokens what `mask` [N, 1, group · A · B, A · B + stop - first] (0 or -inf) lets through.
+    """
+
+    first: int
+    stop: int
+    mask: Tensor
 
 
 class Attention(nn.Module):
@@ -49,50 +61,53 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(config.num_heads * dim, hidden, bias=False)
         self.q_norm = RMSNorm(dim, config.rms_norm_eps)
         self.k_norm = RMSNorm(dim, config.rms_norm_eps)
-        self.dim, self.groups = dim, config.num_heads // config.num_kv_heads
-        self.causal, self.window = config.causal(index), config.window(index)
+        self.index, self.dim, self.groups = index, dim, config.num_heads // config.num_kv_heads
 
     def key_value(self, x: Tensor, turn: Turn) -> KeyValue:
-        """Keys (normed, rotated) and values, each [..., kv heads, T, D], of `x` [..., T, H]."""
-        key = self.k_norm(self.k_proj(x).unflatten(-1, (-1, self.dim))).transpose(-2, -3)
-        value = self.v_proj(x).unflatten(-1, (-1, self.dim)).transpose(-2, -3)
-        return rotate(key, turn), value
+        """Keys (normed, rotated) and values, each [N, T, kv heads, D], of `x` [N, T, H]."""
+        key = self.k_norm(self.k_proj(x).unflatten(-1, (-1, self.dim)))
+        return rotate(key, turn), self.v_proj(x).unflatten(-1, (-1, self.dim))
 
-    def forward(self, x: Tensor, turn: Turn, context: KeyValue, anchors: Tensor, sizes: Tensor) -> Tensor:
-        """Attention of block slots `x` [N, A, B, H] over the context before their anchor and over their own
-        block.
-        """
-        slots = torch.arange(x.shape[2], device=x.device)
-        query = self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.dim))).transpose(-2, -3)
-        query = rotate(query, turn).unflatten(2, (-1, self.groups))
-        key, value = self.key_value(x, turn)  # [N, A, kv, B, D]; query is [N, A, kv, group, B, D]
-        far = torch.einsum("nakgbd,nksd->nakgbs", query, context[0])
-        near = torch.einsum("nakgbd,nakcd->nakgbc", query, key)
-        far_ok, near_ok = self._visible(context[0].shape[-2], anchors, sizes, slots)
-        scores = torch.cat([far.float() * self.dim**-0.5, near.float() * self.dim**-0.5], dim=-1)
-        visible = torch.cat([far_ok, near_ok], dim=-1)[:, :, None, None]
-        weights = scores.masked_fill(~visible, float("-inf")).softmax(-1).to(value.dtype)
-        split = far.shape[-1]
-        out = torch.einsum("nakgbs,nksd->nakgbd", weights[..., :split], context[1])
-        out = out + torch.einsum("nakgbc,nakcd->nakgbd", weights[..., split:], value)
-        return self.o_proj(out.flatten(2, 3).transpose(-2, -3).flatten(-2))
+    def forward(self, x: Tensor, turn: Turn, context: Context, look: Look) -> Tensor:
+        """Attention of the tokens `x` [N, A · B, H] of all blocks over the context and over their own block."""
+        query = rotate(self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.dim))), turn)
+        key, value = context.place(self.index, *self.key_value(x, turn), look.first, look.stop)
+        # The heads that share keys are more queries of one head: no key is copied, whatever computes the attention.
+        query = query.unflatten(2, (-1, self.groups)).permute(0, 2, 3, 1, 4).flatten(2, 3)
+        out = functional.scaled_dot_product_attention(
+            query, key.transpose(1, 2), value.transpose(1, 2), attn_mask=look.mask, scale=self.dim**-0.5
+        )
+        return self.o_proj(out.unflatten(2, (self.groups, -1)).permute(0, 3, 1, 2, 4).flatten(2))
 
-    def _visible(self, length: int, anchors: Tensor, sizes: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Masks [N, A, B, S] over the context (strictly before the anchor) and [N, A, B, B] over the
-        block.
-        """
-        distance = (anchors[..., None] + slots)[..., None] - torch.arange(length, device=slots.device)
-        far = (torch.arange(length, device=slots.device) < anchors[..., None, None]).expand_as(distance)
-        apart = slots[:, None] - slots[None, :]
-        near = torch.ones_like(apart, dtype=torch.bool)
-        if self.causal:
-            near = near & (apart >= 0)
-        if self.window is not None:
-            far, near = far & (distance < self.window), near & (apart.abs() < self.window)
-        # A slot past the end of a cut block is no key for the others; it still sees itself, so that its
-        # (unused) row stays finite.
-        near = (near & (slots < sizes[..., None, None])) | (apart == 0)
-        return far, near
+
+def visible(
+    context: Context,
+    first: int,
+    stop: int,
+    anchors: Tensor,
+    sizes: Tensor,
+    block: int,
+    causal: bool,
+    window: int | None,
+) -> Tensor:
+    """What each token of the blocks sees, bool [N, A · B, A · B + stop - first]: of the blocks' tokens, then of context
+    indices first…stop - 1. A window counts the token itself.
+    """
+    count, slots = anchors.shape[1], torch.arange(block, device=anchors.device)
+    position = torch.arange(first, stop, device=anchors.device) - context.start[:, None, None]
+    # Strictly before the anchor: its own state is what the target has not computed yet.
+    far = ((position >= 0) & (position < anchors[..., None]))[:, :, None].expand(-1, -1, block, -1)
+    apart = slots[:, None] - slots
+    near = apart >= 0 if causal else torch.ones_like(apart, dtype=torch.bool)
+    if window is not None:
+        distance = (anchors[..., None] + slots)[..., None] - position[:, :, None]
+        far, near = far & (distance < window), near & (apart.abs() < window)
+    # A slot past the end of a cut block is no key for the others; it still sees itself, so that its (unused) row stays
+    # finite.
+    near = (near & (slots < sizes[..., None, None])) | (apart == 0)
+    own = torch.eye(count, dtype=torch.bool, device=anchors.device)
+    near = near[:, :, :, None] & own[:, None, :, None]
+    return torch.cat([near.flatten(3).flatten(1, 2), far.flatten(1, 2)], -1)
 
 
 class Layer(nn.Module):
@@ -112,9 +127,11 @@ class Layer(nn.Module):
         self.attention_conv = GroupedConv(hidden, config.dflash2) if config.dflash2 else None
         self.mlp_conv = GroupedConv(hidden, config.dflash2) if config.dflash2 else None
 
-    def forward(self, x: Tensor, turn: Turn, context: KeyValue, anchors: Tensor, sizes: Tensor) -> Tensor:
+    def forward(self, x: Tensor, turn: Turn, context: Context, look: Look) -> Tensor:
+        """Block tokens `x` [N, A, B, H] to the same, one layer on."""
+
         def attend(h: Tensor) -> Tensor:
-            return self.self_attn(h, turn, context, anchors, sizes)
+            return self.self_attn(h.flatten(1, 2), turn, context, look).view_as(h)
 
         x = x + _between(self.attention_conv, self.input_layernorm(x), attend)
         return x + _between(self.mlp_conv, self.post_attention_layernorm(x), self._mlp)
@@ -131,6 +148,11 @@ def _between(conv: GroupedConv | None, h: Tensor, sublayer: Callable[[Tensor], T
         return sublayer(h)
     kernels = conv.kernels(h)
     return conv.convolve(sublayer(conv.convolve(h, kernels, 0)), kernels, 1)
+
+
+def _kernels(cuda: bool) -> AbstractContextManager[Any]:
+    """On a GPU, attention kernels that need no preparation per shape: shapes change with every step of a replay."""
+    return sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]) if cuda else nullcontext()
 
 
 class Drafter(nn.Module):
@@ -154,18 +176,32 @@ class Drafter(nn.Module):
             # Draft token i is target token i + d2t[i].
             self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
 
-    def context(self, taps: Tensor) -> list[KeyValue]:
-        """Context keys and values per layer from `taps` [N, S, K·H]: the tapped states of positions 0…S-1."""
+    def context(self, taps: Tensor, blocks: int = 1) -> Context:
+        """Context keys and values from `taps` [N, S, K·H]: the tapped states of positions 0…S-1.
+
+        blocks: how many anchors of a sequence are drafted at once, at most.
+        """
         if taps.shape[-1] != self.fc.in_features:
             raise CheckpointError(
                 f"taps are {taps.shape[-1]} wide, expected {self.fc.in_features} for {self.config.target_layer_ids}"
             )
         features = self.hidden_norm(self.fc(taps))
-        turn = self.rope(torch.arange(taps.shape[1], device=taps.device), taps.dtype)
-        return [layer.self_attn.key_value(features, turn) for layer in self.layers]
+        turn = self.rope(torch.arange(taps.shape[1], device=taps.device)[:, None], taps.dtype)
+        room = blocks * self.config.block_size
+        layers = []
+        for layer in self.layers:
+            pair = (functional.pad(x, (0, 0, 0, 0, room, 0)) for x in layer.self_attn.key_value(features, turn))
+            layers.append(tuple(pair))
+        return Context(layers, room, torch.zeros(len(taps), dtype=torch.long, device=taps.device))
 
     def forward(
-        self, context: list[KeyValue], tokens: Tensor, anchors: Tensor, sizes: Tensor, embedding: Tensor
+        self,
+        context: Context,
+        tokens: Tensor,
+        anchors: Tensor,
+        sizes: Tensor,
+        embedding: Tensor,
+        between: tuple[int, int] | None = None,
     ) -> Tensor:
         """Hidden states [N, A, B, H] of one block per anchor, after the drafter's final norm.
 
@@ -173,15 +209,45 @@ class Drafter(nn.Module):
         anchors [N, A] int64: absolute positions; a block attends to context positions < its anchor
         sizes   [N, A] int64: slots the block really has, anchor included (smaller near the length cap)
         embedding [V, H]: the target's input embedding
+        between: context indices of the lowest and the highest anchor, if known: only what they can see is read then,
+        which is a window for sliding layers
         """
         self._check("embedding", embedding)
         block = tokens.new_full((*tokens.shape, self.config.block_size), self.config.mask_token_id)
         block[..., 0] = tokens
         x = functional.embedding(block, embedding) * self.config.input_embedding_scale
-        turn = self.rope((anchors[..., None] + torch.arange(x.shape[2], device=x.device))[..., None, :], x.dtype)
-        for layer, keys in zip(self.layers, context, strict=True):
-            x = layer(x, turn, keys, anchors, sizes)
+        places = anchors[..., None] + torch.arange(x.shape[2], device=x.device)
+        turn = self.rope(places.flatten(1)[..., None], x.dtype)
+        looks: dict[tuple[bool, int | None], Look] = {}
+        with _kernels(x.is_cuda):
+            for index, layer in enumerate(self.layers):
+                kind = self.config.causal(index), self.config.window(index)
+                if kind not in looks:
+                    looks[kind] = self._look(context, anchors, sizes, between, *kind, x.dtype)
+                x = layer(x, turn, context, looks[kind])
         return self.norm(x)
+
+    def _look(
+        self,
+        context: Context,
+        anchors: Tensor,
+        sizes: Tensor,
+        between: tuple[int, int] | None,
+        causal: bool,
+        window: int | None,
+        dtype: torch.dtype,
+    ) -> Look:
+        lowest, highest = between or (0, context.length)
+        first = 0 if window is None else max(0, lowest - window + 1)
+        stop = min(highest, context.length)
+        block = self.config.block_size
+        seen = visible(context, first, stop, anchors, sizes, block, causal, window)
+        wide = -(-seen.shape[-1] // 16) * 16  # kernels want aligned rows
+        mask = torch.full((*seen.shape[:-1], wide), float("-inf"), dtype=dtype, device=seen.device)
+        mask[..., : seen.shape[-1]].masked_fill_(seen, 0.0)
+        groups = self.config.num_heads // self.config.num_kv_heads
+        mask = mask[:, None, None].expand(-1, -1, groups, -1, -1).flatten(2, 3)
+        return Look(first, stop, mask[..., : seen.shape[-1]])
 
     def logits(self, hidden: Tensor, head: Tensor) -> Tensor:
         """Vocabulary logits [..., V] of `hidden` [..., H] through the target's `head` [V, H], or the

@@ -10,17 +10,21 @@ prompts at once.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING
 
 from taugate.drafter.cached import AnchorTable, CachedSequence, Cycle, Verifier, walk
+from taugate.errors import EvidenceError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from taugate.drafter.judge import Drafts, Judged
-    from taugate.drafter.model import Drafter, KeyValue
+    from taugate.drafter.context import Context
+    from taugate.drafter.judge import Drafts
+    from taugate.drafter.model import Drafter
+    from taugate.drafter.texts import Texts
 
 __all__ = ["AnchorTable", "CachedSequence", "Cycle", "Verifier", "anchor_table", "walk", "walk_together"]
 
@@ -39,27 +43,37 @@ def anchor_table(
 ) -> AnchorTable:
     """Draft at every anchor of `sequence` and judge each block against the cached text.
 
-    taps: [S, K·H] tapped states of all positions, concatenated in the drafter's order; embedding, head: [V,
-    H]. predict: also note what the drafter itself expects of each tree. Memory is bounded by
-    `anchors_per_batch`. final_hidden: [S, H] target states after the final norm: with them, acceptance Σ
-    min(p, q) at `temperature` too.
+    taps: [S, K·H] tapped states of all positions, concatenated in the drafter's order, of any floating dtype and on any
+    device; embedding, head: [V, H], on the drafter's device and of its dtype. predict: also note what the drafter
+    itself expects of each tree. final_hidden: [S, H] target states after the final norm: with them, acceptance
+    Σ min(p, q) at `temperature` too. Memory is bounded by `anchors_per_batch`: logits of two batches are held at a
+    time, because the host judges one while the device drafts the next. Raises EvidenceError for logits that are not
+    finite.
     """
     import torch
 
-    from taugate.drafter.judge import judge, overlaps
+    from taugate.drafter.judge import Condensed, Judged, overlaps
+    from taugate.drafter.texts import Texts
 
     parts: list[Judged] = []
     overlap: list[tuple[float, ...]] = []
+    waiting: Condensed | None = None
+    everywhere = sequence.anchors()
     with torch.inference_mode():
-        context = drafter.context(taps[None])
-        for first in range(0, len(sequence.anchors()), anchors_per_batch):
-            anchors = list(sequence.anchors()[first : first + anchors_per_batch])
-            drafts = _draft(
-                drafter, context, [(sequence, a) for a in anchors], torch.tensor([anchors]), embedding, head
-            )
+        context = drafter.context(taps[None].to(embedding), min(anchors_per_batch, len(everywhere)))
+        texts = Texts.of([sequence], embedding.device)
+        for first in range(0, len(everywhere), anchors_per_batch):
+            some = everywhere[first : first + anchors_per_batch]
+            anchors = torch.arange(some.start, some.stop, device=embedding.device)[None]
+            drafts = _draft(drafter, context, texts, anchors, embedding, head, (some[0], some[-1]))
             if final_hidden is not None:
-                overlap += overlaps(drafts, anchors, final_hidden, head, temperature)
-            parts.append(judge(drafts, verifiers, predict))
+                overlap += overlaps(drafts, some, final_hidden, head, temperature)
+            condensed = Condensed(drafts, verifiers, predict)
+            if waiting:
+                parts.append(waiting.judge())
+            waiting = condensed
+        if waiting:
+            parts.append(waiting.judge())
     accepted = {v.name: tuple(d for part in parts for d in part.accepted[v.name].tolist()) for v in verifiers}
     arrivals = tuple(tuple(row) for part in parts if part.arrivals is not None for row in part.arrivals.tolist())
     predicted = {
@@ -80,80 +94,105 @@ def walk_together(
 ) -> Iterator[tuple[CachedSequence, list[Cycle]]]:
     """Follow one verifier's chain through every sequence, in order; the prompts of a batch advance together.
 
-    items: sequences with their taps [S, K·H], read as they are needed: memory is bounded by
-    `prompts_per_batch`.
+    items: sequences with their taps [S, K·H], read one by one and dropped once they are keys and values: memory is
+    bounded by `prompts_per_batch`. Raises EvidenceError for states or weights that give no finite numbers.
     """
+    import torch
+
     stream = iter(items)
-    while group := list(islice(stream, prompts_per_batch)):
-        sequences = [sequence for sequence, _ in group]
-        cycles = _advance(drafter, sequences, [taps for _, taps in group], embedding, head, verifier)
-        yield from zip(sequences, cycles, strict=True)
+    while True:
+        sequences: list[CachedSequence] = []
+        parts: list[Context] = []
+        with torch.inference_mode():
+            for sequence, taps in islice(stream, prompts_per_batch):
+                sequences.append(sequence)
+                if sequence.anchors():
+                    parts.append(drafter.context(taps[None].to(embedding)))
+            if not sequences:
+                return
+            drafted = [sequence for sequence in sequences if sequence.anchors()]
+            cycles = iter(_advance(drafter, drafted, parts, embedding, head, verifier) if drafted else [])
+        for sequence in sequences:
+            yield sequence, next(cycles) if sequence.anchors() else []
 
 
 def _advance(
     drafter: Drafter,
     sequences: list[CachedSequence],
-    taps: list[Tensor],
+    parts: list[Context],
     embedding: Tensor,
     head: Tensor,
     verifier: Verifier,
 ) -> list[list[Cycle]]:
-    """Chains of one batch: each step drafts one block for every sequence that has not ended."""
+    """Chains of one batch: each step drafts one block for every sequence that has not ended.
+
+    Anchors stay on the device. A GPU is given the next step before the host has seen the last one's result, so the host
+    knows where each sequence was one step ago; those that have ended meanwhile draft once more, for nothing.
+    """
     import torch
 
-    from taugate.drafter.judge import judge
+    from taugate.drafter.context import Context
+    from taugate.drafter.device import Fetched
+    from taugate.drafter.judge import chain_depth, judge
+    from taugate.drafter.texts import Texts
 
+    device, block = embedding.device, drafter.config.block_size
     cycles: list[list[Cycle]] = [[] for _ in sequences]
     place = [sequence.prompt_length for sequence in sequences]
-    live = [n for n, sequence in enumerate(sequences) if place[n] < sequence.last]
-    with torch.inference_mode():
-        # Positions past a sequence's own end are padding; every anchor lies before them, so none is ever
-        # seen.
-        padded = torch.nn.utils.rnn.pad_sequence([taps[n] for n in live], batch_first=True) if live else None
-        context = drafter.context(padded) if live else []
-        while live:
-            anchors = torch.tensor([[place[n]] for n in live])
-            where = [(sequences[n], place[n]) for n in live]
-            drafts = _draft(drafter, context, where, anchors, embedding, head)
-            found = judge(drafts, [verifier]).accepted[verifier.name]
-            for n, accepted in zip(live, found.tolist(), strict=True):
-                emitted = min(accepted + 1, sequences[n].last - place[n])
-                cycles[n].append(Cycle(place[n], emitted, accepted))
-                place[n] += emitted
-            going = [row for row, n in enumerate(live) if place[n] < sequences[n].last]
-            if len(going) < len(live):
-                live = [live[row] for row in going]
-                rows = torch.tensor(going, dtype=torch.long, device=embedding.device)
-                context = [(key[rows], value[rows]) for key, value in context] if live else []
+    # Completions begin at one index, so that sequences of different lengths look at the same stretch.
+    shifts = [max(place) - begin for begin in place]
+    context, texts = Context.together(parts, shifts), Texts.of(sequences, device)
+    anchors = torch.tensor(place, device=device)[:, None]
+    live = list(range(len(sequences)))
+    flying: deque[tuple[list[int], Fetched]] = deque()
+    while live or flying:
+        if live:
+            indices = [shifts[n] + place[n] for n in live]
+            between = min(indices), max(indices) + block * len(flying)
+            drafts = _draft(drafter, context, texts, anchors, embedding, head, between)
+            if verifier.kind == "chain":
+                depth = chain_depth(drafts)
+            else:
+                depth = torch.from_numpy(judge(drafts, [verifier]).accepted[verifier.name]).to(device)
+            emitted = torch.minimum(depth + 1, texts.last - anchors[:, 0])
+            sound = ~drafts.logits[:, 0, 0].isnan()
+            flying.append((live, Fetched(step=torch.stack([anchors[:, 0], emitted, depth, sound]))))
+            anchors = anchors + emitted[:, None]
+        if live and len(flying) <= (device.type == "cuda"):
+            continue
+        names, fetched = flying.popleft()
+        for n, start, count, accepted, sound in zip(names, *fetched["step"].tolist(), strict=True):
+            if not sound:
+                raise EvidenceError(
+                    f"prompt {sequences[n].prompt_id}: the drafter's logits are not finite; its weights or the states "
+                    "are damaged"
+                )
+            if count:
+                cycles[n].append(Cycle(start, count, accepted))
+                place[n] = start + count
+        going = [row for row, n in enumerate(live) if place[n] < sequences[n].last]
+        if len(going) <= len(live) * 7 // 8:  # leaving out the few that have ended would copy all the others
+            live = [live[row] for row in going]
+            keep = torch.tensor(going, dtype=torch.long, device=device)
+            context, texts, anchors = context.rows(keep), texts.rows(keep), anchors[keep]
     return cycles
 
 
 def _draft(
     drafter: Drafter,
-    context: list[KeyValue],
-    where: Sequence[tuple[CachedSequence, int]],
+    context: Context,
+    texts: Texts,
     anchors: Tensor,
     embedding: Tensor,
     head: Tensor,
+    between: tuple[int, int],
 ) -> Drafts:
-    """Draft one block at each place; `anchors` [N, A] are the places of `where`, in order."""
-    import numpy as np
-    import torch
-
+    """Draft one block at each of `anchors` [N, A]; `between`: see Drafter."""
     from taugate.drafter.judge import Drafts
 
-    full, device, shape = drafter.config.block_size, embedding.device, anchors.shape
-    sizes = torch.tensor([sequence.block_size(anchor, full) for sequence, anchor in where])
-    tokens = torch.tensor([sequence.token_ids[anchor] for sequence, anchor in where]).to(device)
-    truth = np.full((len(where), full - 1), -1)
-    for row, (sequence, anchor) in enumerate(where):
-        tail = sequence.truth(anchor, full)
-        truth[row, : len(tail)] = tail
-    # No block sees a state at or after its own anchor, so later ones need not even be looked at.
-    stop = max(anchor for _, anchor in where)
-    context = [(key[..., :stop, :], value[..., :stop, :]) for key, value in context]
-    hidden = drafter(context, tokens.view(shape), anchors.to(device), sizes.view(shape).to(device), embedding)
-    hidden = hidden.flatten(0, 1)[:, 1:]
-    logits = drafter.logits(hidden, head).float()
-    proposal = drafter.propose(hidden, logits, tokens) if drafter.config.dflash2 else None
-    return Drafts(logits, truth, sizes.numpy() - 1, proposal)
+    full = drafter.config.block_size
+    known, sizes = texts.known(anchors), texts.sizes(anchors, full)
+    hidden = drafter(context, known, anchors, sizes, embedding, between).flatten(0, 1)[:, 1:]
+    logits = drafter.logits(hidden, head)
+    proposal = drafter.propose(hidden, logits, known.flatten()) if drafter.config.dflash2 else None
+    return Drafts(logits, texts.truth(anchors, full).flatten(0, 1), sizes.flatten() - 1, proposal)

@@ -41,16 +41,17 @@ def pop_numbers(score: Array, path: Array, limit: int) -> tuple[Array, Array]:
     """Pop number (1, 2, …) of every prefix of a path in its row's tree, `limit` + 1 where it exceeds `limit`.
 
     score [R, L, K]: see `scores`; at most 2^18 rows. K ≥ min(limit, V) settles everything.
-    path  [R, L]: rank of the true token in each slot, K for any rank not below K, negative where the truth has ended.
+    path  [R, L]: rank of the true token in each slot (any number from K on if it is beyond the list, but the rank
+    itself settles more), negative where the truth has ended.
     Returns int64 [R, L], which ascends along L, because a prefix is popped before what it is a prefix of; and bool
     [R]: rows that touched the end of a list of K < min(limit, V), whose numbers need a longer one.
     """
     width = score.shape[2]
-    ranks = np.where((path < 0) | (path >= width), limit, path)
+    ranks = np.where(path < 0, limit, path)
     own = np.take_along_axis(score, np.minimum(ranks, width - 1)[..., None], 2)[..., 0].cumsum(1)
     # Every node whose ranks are nowhere larger precedes it: Σ_k Π_{i≤k} (rank_i + 1) nodes, itself included.
-    below = (ranks + 1.0).cumprod(1).cumsum(1) <= limit
-    row, depth = np.nonzero(np.logical_and.accumulate(below, axis=1) & (ranks < width))
+    below = np.logical_and.accumulate((ranks + 1.0).cumprod(1).cumsum(1) <= limit, axis=1)
+    row, depth = np.nonzero(np.logical_and.accumulate(below & (ranks < width), axis=1))
     count, touched = _preceding(score, path, row, depth, own[row, depth], limit)
     out = np.full(path.shape, limit + 1, dtype=np.int64)
     out[row, depth] = np.minimum(count, limit) + 1
@@ -58,7 +59,7 @@ def pop_numbers(score: Array, path: Array, limit: int) -> tuple[Array, Array]:
     unknown[row[touched & (count <= limit)]] = True
     # A true token beyond the list matters if everything before it is in the tree.
     reached = np.logical_and.accumulate(np.pad(out <= limit, ((0, 0), (1, 0)), constant_values=True)[:, :-1], axis=1)
-    return out, unknown | (reached & (path >= width)).any(1)
+    return out, unknown | (reached & below & (path >= width)).any(1)
 
 
 def _preceding(score: Array, path: Array, row: Array, depth: Array, goal: Array, limit: int) -> tuple[Array, Array]:
