@@ -7,16 +7,25 @@ from collections.abc import Callable
 
 from taugate.errors import HostError, LeaseLost, WindowError
 from taugate.host import fingerprint
+from taugate.host.gpus import GpuSnapshot
 from taugate.host.host import Host
 from taugate.host.lease import Lease
 from taugate.host.notify import notify
-from taugate.host.record import Journal, Phase, WindowSettings, compare_canary
+from taugate.host.record import Journal, Phase, WindowRecord, WindowSettings, compare_canary
 from taugate.host.renewer import Renewer
 from taugate.host.restore import Restore
 from taugate.host.sglang import Generation
 
 _TRIES = 3
 _SAME_MEMORY = 0.05
+
+
+def compare_memory(gpus: GpuSnapshot, record: WindowRecord) -> None:
+    """Note GPUs on which there is not as much memory used as before."""
+    record.gpus_after_mib = now = {gpu.uuid: gpu.used_mib for gpu in gpus.gpus}
+    for uuid, before in record.gpus_before_mib.items():
+        if abs(now.get(uuid, 0) - before) > _SAME_MEMORY * before:
+            record.notes.append(f"{uuid} held {before} MiB before and holds {now.get(uuid, 0)} MiB now")
 
 
 class Handback:
@@ -95,18 +104,14 @@ class Handback:
         """Write down what is not as before, in memory or in any field; by itself that breaks nothing."""
         try:
             gpus = self._host.gpus()
-            now = {gpu.uuid: gpu.used_mib for gpu in gpus.gpus}
             after = fingerprint.take(self._host, self._record.identity_after, gpus)
         except HostError as error:
             self._record.notes.append(f"what else is different after the restore is unknown: {error}")
             return
-        self._record.gpus_after_mib = now
+        compare_memory(gpus, self._record)
         if self.fingerprint:
             differ = fingerprint.differences(self.fingerprint, after)
             self._record.fingerprint = {"fields": len(after), "differ": differ}
-        for uuid, before in self._record.gpus_before_mib.items():
-            if abs(now.get(uuid, 0) - before) > _SAME_MEMORY * before:
-                self._record.notes.append(f"{uuid} held {before} MiB before and holds {now.get(uuid, 0)} MiB now")
 
     def _disarm(self) -> bool:
         """False if the server has stopped again: a stop that was still under way came last."""

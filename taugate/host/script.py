@@ -67,10 +67,13 @@ used() { # GPU: MiB
 }
 
 watch() { # SERVICE PORT GPU BEFORE MIB SECONDS: tell the job's own shell when the server is in danger
-    slow=0
+    slow=0 began=$(systemctl show -p ActiveState,InvocationID "$1")
     while sleep 1; do
         now=$(used "$3")
-        [ "$(active "$1")" = active ] || { echo "taugate: $1 is $(active "$1")" >&2; break; }
+        [ "$(systemctl show -p ActiveState,InvocationID "$1")" = "$began" ] || {
+            echo "taugate: somebody stopped or restarted $1, it is $(active "$1")" >&2
+            break
+        }
         if healthy "$2" "$6"; then slow=0; else slow=$((slow + 1)); fi
         [ $slow -lt 2 ] || { echo "taugate: $1 is not healthy any more" >&2; break; }
         [ $((${now:-999999999} - $4)) -le "$5" ] || {

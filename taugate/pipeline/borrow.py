@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 
 from taugate.drafter.replay import CachedSequence
 from taugate.errors import HostError, WindowError
-from taugate.host.preflight import Check, expect_downtime, preflight, require
+from taugate.host import beside
+from taugate.host.beside import BesideWindow, Ceiling
+from taugate.host.preflight import Check, Downtime, expect_downtime, preflight, require
 from taugate.host.queue import wait_until_free
 from taugate.host.record import WindowSettings
 from taugate.host.status import plan as commands
@@ -15,6 +19,8 @@ from taugate.pipeline.bar import CaptureBar
 from taugate.pipeline.dataset import Dataset
 from taugate.pipeline.results import HostResults
 from taugate.pipeline.survey import Record, Survey
+
+_OWN_SHARE = 0.95
 
 
 class Borrower:
@@ -34,7 +40,9 @@ class Borrower:
             steps.append(f"ask {self.survey.identity.model_id} for {unasked} completions, one by one")
         if wanted or unasked:
             steps.append(f"capture {len(wanted) + unasked} sequences, taps {self.survey.taps}, as the window's job:")
-            steps += commands(self.host, self._settings((1,)), self.config.window.job_timeout)
+            job_s, settings = self.config.window.job_timeout, self._settings((1,))
+            ceiling = self._ceiling()
+            steps += beside.plan(self.host, settings, ceiling, job_s) if ceiling else commands(self.host, settings, job_s)
         else:
             steps.append(f"no window: all {len(self.data.sequences)} states are in {self.data.store.root}")
         self.record({"type": "plan", "steps": steps})
@@ -51,13 +59,24 @@ class Borrower:
     def capture(self, wanted: Sequence[CachedSequence]) -> None:
         """Capture these sequences in one window and put their states into the store.
 
+        With `capture.beside` the server goes on serving and the job takes what memory it leaves free.
         Raises PreflightError with the server untouched, WindowError, JobError. An interrupted capture leaves its
         complete files on the host, and the next one goes on from them.
         """
         self.wait()
         require(self._checks(wanted, ()))
-        spec, first = self.results.put_spec(wanted), self.data.sequences[0]
-        window = Window(self.host, self._settings(first.token_ids[: first.prompt_length]), self._phase)
+        first, ceiling = self.data.sequences[0], self._ceiling()
+        settings = self._settings(first.token_ids[: first.prompt_length])
+        window: Window | BesideWindow
+        if ceiling:
+            gpu, mib = beside.choose(self.host.gpus().gpus, ceiling, self.host.name)
+            ceiling = replace(ceiling, mib=mib)
+            window = BesideWindow(self.host, settings, ceiling, self._phase)
+            # The job's own account is not quite what the driver counts; who is over the ceiling is ended.
+            spec = self.results.put_spec(wanted, max_gpu_memory=int(_OWN_SHARE * mib))
+        else:
+            window = Window(self.host, settings, self._phase)
+            spec = self.results.put_spec(wanted)
         try:
             with window:
                 done = self.survey.package.job(
@@ -68,7 +87,7 @@ class Borrower:
             # Whatever happened inside, what became of the server is evidence.
             if window.record.phases:
                 self.record({"type": "window", **window.record.to_json()})
-        if window.record.outcome != "restored":
+        if window.record.outcome not in ("restored", "beside"):
             raise WindowError(f"window {window.record.window_id} ended {window.record.outcome or 'without a result'}")
         self.results.forget_spec(spec)
         self.results.fetch(wanted, done["files"], window.record.window_id)
@@ -85,10 +104,16 @@ class Borrower:
         cap = self.config.completions.max_new_tokens
         tokens = sum(len(s.token_ids) for s in wanted) + len(unasked) * 4 * cap  # prompts of those are not known here
         disk = 64 + tokens * (len(self.survey.taps) + 1) * self.survey.target.hidden_size * 2 // 2**20
-        budget = self.config.host.downtime_budget
+        budget, ceiling = self.config.host.downtime_budget, self._ceiling()
+        extra = [partial(beside.room, self.host, ceiling)] if ceiling else []
+        downtime = Downtime(0.0, 0.0, 0.0, "it is not stopped") if ceiling else downtime
         return preflight(
-            self.host, downtime=downtime, budget_s=budget, disk_mib=disk, window=self._settings((1,))
+            self.host, downtime=downtime, budget_s=budget, disk_mib=disk, extra=extra, window=self._settings((1,))
         )
+
+    def _ceiling(self) -> Ceiling | None:
+        capture = self.config.capture
+        return Ceiling(capture.max_gpu_memory) if capture.beside else None
 
     def _settings(self, canary: tuple[int, ...]) -> WindowSettings:
         times = self.config.window

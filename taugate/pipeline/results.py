@@ -30,9 +30,13 @@ class HostResults:
         self.host = survey.host
         self.directory = f"{self.host.work_dir}/captures"
 
-    def put_spec(self, wanted: Sequence[CachedSequence]) -> str:
-        """Put the spec of a capture of these sequences on the host; returns its path there. Raises HostError."""
+    def put_spec(self, wanted: Sequence[CachedSequence], max_gpu_memory: int | None = None) -> str:
+        """Put the spec of a capture of these sequences on the host; returns its path there. Raises HostError.
+
+        max_gpu_memory: MiB, instead of the configured one.
+        """
         identity, config = self.data.identity, self.survey.config.capture
+        config = config if max_gpu_memory is None else config.model_copy(update={"max_gpu_memory": max_gpu_memory})
         device = "cpu" if identity.device == "cpu" else "cuda"
         what = Wanted(identity.kernel_path, identity.dtype, device, tuple(self.survey.taps), options=_options(config))
         spec = what.spec(Path(self.survey.model_path), device, {self.data.key(s): s.token_ids for s in wanted})
