@@ -247,9 +247,12 @@ def test_a_key_with_a_passphrase_is_used_from_the_agent(server, tmp_path, monkey
                 others[-1].write_bytes(asyncssh.generate_private_key("ssh-ed25519").export_private_key())
                 others[-1].chmod(0o600)
             subprocess.run(["ssh-add", "-q", *others, server.key], check=True, capture_output=True)
-            transport = pinned(server, **where)
-            assert transport.run(["true"], deadline=10).rc == 0
-            transport.close()
+            elsewhere = written(tmp_path, f"Host *\nIdentityAgent {path}\n")
+            for variable, config in ((str(path), "/dev/null"), ("", elsewhere)):
+                monkeypatch.setenv("SSH_AUTH_SOCK", variable)
+                transport = pinned(server, **where, config=config)
+                assert transport.run(["true"], deadline=10).rc == 0
+                transport.close()
         finally:
             agent.terminate()
 

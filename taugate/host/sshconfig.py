@@ -37,9 +37,9 @@ _Told = Mapping[str, Sequence[str]]
 class Route:
     """How one machine is reached. host: as the user calls it; address, port: where it is.
 
-    keys: private keys to try. only_keys: no other key of the agent. known_hosts: files of trusted host keys, looked
-    up as key_name (HostKeyAlias) if that is set. pins: trusted fingerprints, in place of those files. command: a
-    ProxyCommand. jumps: the machines in between, first to last.
+    keys: private keys to try. only_keys: no other key of the agent. agent: its socket, "" = none is asked.
+    known_hosts: files of trusted host keys, looked up as key_name (HostKeyAlias) if that is set. pins: trusted
+    fingerprints, in place of those files. command: a ProxyCommand. jumps: the machines in between, first to last.
     """
 
     host: str
@@ -48,7 +48,7 @@ class Route:
     user: str
     keys: tuple[Path, ...] = ()
     only_keys: bool = False
-    use_agent: bool = True
+    agent: str = ""
     known_hosts: tuple[Path, ...] = ()
     key_name: str = ""
     pins: tuple[str, ...] = ()
@@ -99,12 +99,14 @@ def _resolve(
         port=port or int(one.get("port", 22)),
         user=user or one.get("user") or getpass.getuser(),
         only_keys=only,
-        use_agent=one.get("identityagent", "").lower() != "none",
         key_name=one.get("hostkeyalias", ""),
         pins=pins,
     )
     files = [file for name, usual in _KNOWN_HOSTS.items() for file in shlex.split(one.get(name, usual))]
     trusted = [known_hosts] if known_hosts else [_path(file, route) for file in files if file != "none"]
+    agent = os.path.expandvars(_words(one, "identityagent"))
+    if one.get("identityagent", "SSH_AUTH_SOCK") == "SSH_AUTH_SOCK":
+        agent = os.environ.get("SSH_AUTH_SOCK", "")
     names = told.get("identityfile") or DEFAULT_KEYS
     keys = (key.expanduser(),) if key else tuple(path for name in names if (path := _path(name, route)).is_file())
     jumps: tuple[Route, ...] = ()
@@ -119,7 +121,8 @@ def _resolve(
         # As with OpenSSH, only the first one is reached as its own configuration says.
         jumps = (*jumps, replace(hop, jumps=(), command="")) if jumps else (*hop.jumps, replace(hop, jumps=()))
     command = "" if jumps else _tokens(_words(one, "proxycommand"), route)
-    return replace(route, keys=keys, known_hosts=tuple(trusted), jumps=jumps, command=command)
+    agent = str(_path(agent, route)) if agent else ""
+    return replace(route, keys=keys, agent=agent, known_hosts=tuple(trusted), jumps=jumps, command=command)
 
 
 def _words(one: Mapping[str, str], name: str) -> str:

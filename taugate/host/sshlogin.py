@@ -171,9 +171,9 @@ class _Keys:
 
     def _candidates(self) -> Iterator[tuple[str, paramiko.PKey]]:
         step = self._step
-        if step.use_agent:
+        if step.agent:
             configured = public_blobs(step.keys)
-            with contextlib.suppress(paramiko.SSHException, OSError), contextlib.closing(paramiko.Agent()) as agent:
+            with contextlib.suppress(paramiko.SSHException, OSError), contextlib.closing(_Agent(step.agent)) as agent:
                 first = [key for key in agent.get_keys() if key.asbytes() in configured]
                 others = [] if step.only_keys else [key for key in agent.get_keys() if key not in first]
                 for key in (*first, *others):
@@ -185,6 +185,23 @@ class _Keys:
                 self.locked.append(str(path))
             except (paramiko.SSHException, paramiko.pkey.UnknownKeyType, OSError, ValueError) as error:
                 self.refused.append(f"the key {path} ({why(error)})")
+
+
+class _Agent(paramiko.agent.AgentSSH):
+    """The SSH agent at a socket. paramiko's own class knows SSH_AUTH_SOCK only."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        link = socket.socket(socket.AF_UNIX)
+        try:
+            link.connect(path)
+            self._connect(link)
+        except BaseException:
+            link.close()
+            raise
+
+    def close(self) -> None:
+        self._close()
 
 
 def _sentence(error: BaseException, step: Route, keys: _Keys, end: float, timeout: float) -> str:
