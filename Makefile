@@ -1,5 +1,6 @@
 # make gate    the whole gate on the configured host (gate.toml; the embedded one unless told otherwise)
 # make test    the suite's own tests, then the gate on the embedded host
+# make contract  record what the real SGLang answers, for the tests of its client and of its stand-in (root)
 #
 #   make gate DRAFTER=path/to/checkpoint   judge this checkpoint
 #   make gate PROMPTS=40                   use the first 40 prompts
@@ -10,13 +11,14 @@ BIN := $(VENV)/bin
 REPORTS := .taugate/reports
 STAMP := $(VENV)/.installed
 PARITY := $(VENV)/.parity
+CONTRACT := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/taugate/sglang-0.5.23
 OK := 'import sys; sys.exit(sys.version_info < (3, 11))'
 # The first Python that is new enough, python3 preferred; PYTHON=… on the command line decides otherwise.
 PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \
 	$$p -c $(OK) 2>/dev/null && echo $$p && exit; done; echo python3)
 
 .SHELLFLAGS := -ec
-.PHONY: install gate test test-all numerics lint parity clean
+.PHONY: install gate test test-all numerics lint parity contract clean
 
 install: $(STAMP)
 
@@ -54,6 +56,19 @@ parity: $(PARITY)
 
 $(PARITY): $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps dflash==0.1.0
+	@touch $@
+
+# The real server on a CPU, in an environment of its own outside this directory (2.7 GB). Most of its requirements
+# are for GPUs, so it is installed without them.
+contract: $(STAMP) $(CONTRACT)/.installed
+	$(BIN)/python -m tools.contract $(ARGS)
+
+$(CONTRACT)/.installed: tools/contract/requirements.txt tools/contract/model.py
+	$(PYTHON) -m venv --clear $(CONTRACT)
+	$(CONTRACT)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
+	$(CONTRACT)/bin/python -m pip install --quiet --disable-pip-version-check -r tools/contract/requirements.txt
+	$(CONTRACT)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps sglang==0.5.23
+	$(CONTRACT)/bin/python -m tools.contract.model $(CONTRACT)/model
 	@touch $@
 
 clean:
