@@ -88,18 +88,20 @@ class Case:
 
 def core_cases(packed: bool) -> list[Case]:
     """What every path is run on at core level. packed: with packed sequences, which the torch paths refuse."""
-    cases = [Case("1 token, batch of 4", 1, value_heads=1, batch=4)]
-    cases += [Case(f"{n} tokens", n) for n in (63, 64, 65, 127)]
-    cases += [Case(f"{regime} decay", 130, regime, value_heads=1) for regime in ("long", "none", "strong")]
+    cases = [Case("1 token, batch of 8", 1, value_heads=1, batch=8)]
+    cases += [Case(f"{n} tokens", n, value_heads=1) for n in (63, 64, 65, 127)]
     cases += [
-        Case("correlated keys", 130, "correlated", value_heads=1),
-        Case("small q and k", 70, "small", value_heads=1),
+        Case("long memory", 130, "long", value_heads=1),
+        Case("no decay", 80, "none", value_heads=1),
+        Case("strong decay", 70, "strong", value_heads=1),
+        Case("correlated keys", 80, "correlated", value_heads=1),
+        Case("small q and k", 66, "small", value_heads=1),
         Case("2 k heads for 4 v heads, 16 wide and 8", 66, key_heads=2, value_heads=4, key_dim=16, value_dim=8),
         Case("initial state, batch of 2", 66, "long", value_heads=1, batch=2, initial_state=True),
-        Case("split off the grid", 100, "long", value_heads=1, way="split at 50"),
-        Case("split on the grid", 100, "long", value_heads=1, way="split at 64"),
+        Case("split off the grid", 70, "long", value_heads=1, way="split at 40"),
+        Case("split on the grid", 80, "long", value_heads=1, way="split at 64"),
         Case("left padding", 40, "long", value_heads=1, way="left pads"),
-        Case("right padding", 40, "long", value_heads=1, way="right pads"),
+        Case("right padding", 30, "long", value_heads=1, way="right pads"),
     ]
     if packed:
         cases.append(
@@ -113,7 +115,7 @@ def recurrent_cases(packed: bool) -> list[Case]:
     small = {"key_dim": 16, "value_dim": 8, "value_heads": 1}
     cases = [Case(f"{regime} decay", 24, regime, **small) for regime in ("init", "long", "strong", "small")]
     cases += [
-        Case("1 token, batch of 4", 1, batch=4, **small),
+        Case("1 token, batch of 8", 1, batch=8, **small),
         Case("2 k heads for 4 v heads", 7, key_heads=2, value_heads=4, key_dim=16, value_dim=8),
         Case("initial state", 12, "long", initial_state=True, **small),
         Case("split", 20, "long", way="split at 7", **small),

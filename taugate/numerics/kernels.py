@@ -91,24 +91,29 @@ def _function(path: str) -> Callable[..., Any]:
 
 
 class Worker:
-    """A process that runs fla's kernels: interpreted on a CPU, or on a GPU with IEEE float32 instead of TF32.
+    """A process that runs fla's kernels one way: "interpreted" on a CPU, or on a GPU with float32 dots in "ieee" or
+    "tf32" arithmetic, in all of them with one configuration for each kernel instead of autotuning.
 
-    Neither can be had in this process without changing Triton for everything else in it.
+    None of this can be had in this process without changing Triton for everything else in it.
     """
 
-    def __init__(self, device: str) -> None:
+    def __init__(self, way: str) -> None:
         """Starts at once, answers after seconds. Raises KernelPathError, from the first `run` on, if it cannot."""
-        changed = {"TRITON_INTERPRET": "1"} if device == "cpu" else {"TRITON_F32_DEFAULT": "ieee"}
+        changed = {"interpreted": {"TRITON_INTERPRET": "1"}, "ieee": {"TRITON_F32_DEFAULT": "ieee"}, "tf32": {}}[way]
+        paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
         self.launches: Counter[str] = Counter()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "taugate.numerics.worker", device],
+            [sys.executable, "-m", "taugate.numerics.worker", way],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=os.environ | changed | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
+            env=os.environ | changed | {"PYTHONPATH": paths},
         )
 
     def run(self, path: str, inputs: Inputs, tf32: bool = False) -> tuple[Tensor, Tensor]:
-        """As `call`. tf32: emulate TF32 dots (interpreted only). Raises KernelPathError with the worker's reason."""
+        """As `call`, with tensors of the CPU. tf32: emulate the TF32 dots of a GPU (interpreted only).
+
+        Raises KernelPathError with the worker's reason.
+        """
         assert self._process.stdin and self._process.stdout
         try:
             send(self._process.stdin, {"path": path, "tf32": tf32, **vars(inputs)})
@@ -132,38 +137,38 @@ class Worker:
 class Kernels:
     """Every path on one device, and what "fp32", "tf32" and "bf16" mean there.
 
-    On a CPU, fla is interpreted: fp32 in IEEE arithmetic; tf32 and bf16 with the TF32 dots of a GPU emulated. On a GPU
-    fla runs as in production, and fp32 in a worker whose Triton does not fall back to TF32.
+    fp32 is IEEE arithmetic. tf32 and bf16 are what a GPU does by default (in bf16 too, fla has a few TF32 dots):
+    emulated where fla is interpreted.
     """
 
     def __init__(self, device: str) -> None:
         self.device = device
-        self._worker: Worker | None = None
+        self._workers: dict[str, Worker] = {}
 
     def run(self, path: str, inputs: Inputs, dtype: str | None = None) -> tuple[Tensor, Tensor]:
         """Output and final state of a path. dtype tells "tf32" from "fp32" for float32 inputs; IEEE unless given."""
         dtype = dtype or ("bf16" if inputs.q.element_size() == 2 else "fp32")
-        if path in TORCH_PATHS or (self.device != "cpu" and dtype != "fp32"):
+        if path in TORCH_PATHS:
             return call(path, inputs)
-        if self._worker is None:
-            self._worker = Worker(self.device)
-        out, state = self._worker.run(path, inputs.to("cpu"), tf32=dtype != "fp32")
+        worker = self.worker("interpreted" if self.device == "cpu" else "ieee" if dtype == "fp32" else "tf32")
+        out, state = worker.run(path, inputs.to("cpu"), tf32=dtype != "fp32")
         return out.to(inputs.q.device), state.to(inputs.q.device)
 
-    def require_worker(self) -> Worker:
-        """The worker process, started if it is not yet; for its self-check and the launches it has counted."""
-        if self._worker is None:
-            self._worker = Worker(self.device)
-        return self._worker
+    def worker(self, way: str) -> Worker:
+        """The worker of one way, started when it is first asked for."""
+        if way not in self._workers:
+            self._workers[way] = Worker(way)
+        return self._workers[way]
 
     @property
     def launches(self) -> Counter[str]:
-        """Kernel launches in the worker so far, by kernel name."""
-        return self._worker.launches if self._worker else Counter()
+        """Launches in the workers so far, by kernel (interpreted) or by path (on a GPU)."""
+        return sum((worker.launches for worker in self._workers.values()), Counter())
 
     def close(self) -> None:
-        if self._worker is not None:
-            self._worker.close()
+        for worker in self._workers.values():
+            worker.close()
+        self._workers.clear()
 
 
 @contextmanager
