@@ -98,12 +98,13 @@ def borrow(host: Host, scratch: Path, device: str) -> dict[str, Any]:
         )  # fmt: skip
         job["all"] = round(time.monotonic() - begun, 2)
     for key in keys:
-        if host.transport.get(f"{run}/out/{key}.safetensors", scratch / f"{key}.safetensors") != done["files"][key]:
+        there = done["files"][key]["sha256"]
+        if host.transport.get(f"{run}/out/{key}.safetensors", scratch / f"{key}.safetensors") != there:
             raise TaugateError(f"the state {key} changed on its way")
     record = window.record
     return {
         "outcome": record.outcome, "downtime_s": round(record.downtime_s, 2), "start_s": round(record.start_s, 2),
-        "job_s": job, "device": done["device"], "states": len(keys), "kernels": done["kernels"]["path"],
+        "job_s": job, "device": done["device"], "states": len(keys), "kernels": done["files"][keys[0]]["kernels"]["path"],
         "same_identity": not record.identity_after.differs_from(record.identity_before),
         "same_canary": record.canary["same"], "escalations": record.escalations, "notes": record.notes,
         "before_mib": list(record.gpus_before_mib.values()), "after_mib": list(record.gpus_after_mib.values()),
