@@ -17,7 +17,10 @@ from typing import Any
 from taugate.errors import EvidenceError
 
 SCHEMA_VERSION = 1
-RECORD_TYPES = ("provenance", "plan", "window", "completion", "fidelity", "measurement", "verdict", "agreement", "run")
+RECORD_TYPES = (
+    "provenance", "plan", "window", "completion", "fidelity", "measurement", "verdict", "agreement", "divergence",
+    "effect", "run",
+)  # fmt: skip
 
 
 class ResultsWriter:
