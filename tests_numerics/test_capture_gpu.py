@@ -116,7 +116,7 @@ def test_fla_ran_in_every_delta_net_layer_and_nothing_else_did(streamed):
 
 
 def test_torch_path_is_equal_in_both_engines_and_near_fla(checkpoint, sequences, streamed, evidence):
-    """The two paths differ by roundings that grow with depth: seven to nine a Gated DeltaNet layer on random weights."""
+    """The two paths differ by roundings that grow with depth: seven to nine a layer on random weights."""
     from taugate.numerics.measures import in_roundings, relative_error
 
     here = captured(checkpoint, sequences, "streamed", path="torch")[0]

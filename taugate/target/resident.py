@@ -156,13 +156,18 @@ def _device_map(device: str, caps: list[int], needed: int) -> dict[str, Any]:
 
 def _load(directory: Path, config: Any, dtype: Any, placement: dict[str, Any]) -> Any:
     from transformers import AutoModel
-    from transformers.utils.logging import disable_progress_bar
+    from transformers.utils import logging
 
-    disable_progress_bar()  # standard output and error belong to the job's own lines
-    model = AutoModel.from_pretrained(
-        directory, config=config, dtype=dtype, local_files_only=True, attn_implementation=ATTENTION,
-        key_mapping=_RENAMED, **placement,
-    )  # fmt: skip
+    logging.disable_progress_bar()  # standard output and error belong to the job's own lines
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()  # it would list the head, vision and mtp, which are not loaded on purpose
+    try:
+        model = AutoModel.from_pretrained(
+            directory, config=config, dtype=dtype, local_files_only=True, attn_implementation=ATTENTION,
+            key_mapping=_RENAMED, **placement,
+        )  # fmt: skip
+    finally:
+        logging.set_verbosity(before)
     away = {str(where) for where in getattr(model, "hf_device_map", {}).values()} & {"cpu", "disk"}
     if away and placement:
         raise GpuMemoryError(
