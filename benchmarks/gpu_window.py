@@ -14,6 +14,7 @@ import argparse
 import contextlib
 import json
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -104,7 +105,8 @@ def borrow(host: Host, scratch: Path, device: str) -> dict[str, Any]:
     record = window.record
     return {
         "outcome": record.outcome, "downtime_s": round(record.downtime_s, 2), "start_s": round(record.start_s, 2),
-        "job_s": job, "device": done["device"], "states": len(keys), "kernels": done["files"][keys[0]]["kernels"]["path"],
+        "job_s": job, "device": done["device"], "states": len(keys),
+        "kernels": done["files"][keys[0]]["kernels"]["path"],
         "same_identity": not record.identity_after.differs_from(record.identity_before),
         "same_canary": record.canary["same"], "escalations": record.escalations, "notes": record.notes,
         "before_mib": list(record.gpus_before_mib.values()), "after_mib": list(record.gpus_after_mib.values()),
@@ -118,6 +120,7 @@ def main() -> int:
     parser.add_argument("--leftover", action="store_true", help="a process of the server outlives the stop")
     parser.add_argument("--simulated", action="store_true", help="simulated GPUs, and the job on the CPU")
     given = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # through every `with`: the server comes back, files go
     try:
         with tempfile.TemporaryDirectory(prefix="taugate-window-") as folder:
             place = Path(folder)
