@@ -18,6 +18,9 @@ from taugate.host.transport import Completed, last_line
 from taugate.host.window import Window
 
 PACKAGE = Path(taugate.__file__).resolve().parent
+# Exit statuses that stand for signals.
+_KILLED = {137: "by the kernel for want of memory, or by somebody; `journalctl -k` there tells", 139: "it crashed",
+           143: "somebody stopped it", 134: "it aborted"}  # fmt: skip
 OFFLINE = {"HF_HUB_OFFLINE": "1", "PYTHONDONTWRITEBYTECODE": "1", "TRANSFORMERS_VERBOSITY": "error"}
 
 
@@ -93,11 +96,20 @@ class RemotePackage:
         done: Completed = window.run_job(self.argv(module, *args), deadline_s=deadline_s, env=self.env(), on_line=line)
         if done.rc != 0:
             own = [event["sentence"] for event in events if event.get("event") == "error"]
-            said = own[-1] if own else last_line(done.stderr) or f"exit status {done.rc}"
+            said = own[-1] if own else _killed(done, events)
             raise JobError(f"{module} on {self.host.name} failed: {said}")
         if not events or events[-1].get("event") != "done":
             raise JobError(f"{module} on {self.host.name} ended without saying that it was done")
         return events[-1]
+
+
+def _killed(done: Completed, events: list[dict[str, Any]]) -> str:
+    """What to say of a job that ended without a sentence of its own."""
+    last = next((event for event in reversed(events) if "done" in event and "of" in event), None)
+    kept = f"; {last['done']} of {last['of']} sequences stay there, and the next run goes on from them" if last else ""
+    if done.rc in _KILLED:
+        return f"it was killed ({_KILLED[done.rc]}){kept}"
+    return f"{last_line(done.stderr) or f'exit status {done.rc}'}{kept}"
 
 
 def install(host: Host, scratch: Path) -> RemotePackage:

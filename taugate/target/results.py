@@ -86,7 +86,7 @@ class Results:
 
     def sweep(self) -> None:
         """Remove what killed writers left half written."""
-        for pattern in (".*.partial", ".*.json.*"):
+        for pattern in (".*.partial", ".*.json.*", ".tmp*"):  # the last are safetensors' own
             for path in self.directory.glob(pattern):
                 path.unlink(missing_ok=True)
 

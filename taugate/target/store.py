@@ -179,6 +179,8 @@ class StateStore:
         from safetensors.torch import load_file, save_file
 
         directory, generation = self.directory(key), old["generation"] + 1
+        for left in [*directory.glob(f"{NEW}*"), *directory.glob(".*tmp*"), *directory.glob(f".{META}.*")]:
+            left.unlink()  # of writers that were killed; this one is alone
         tensors = load_file(file) | load_file(self._verified(key, old))
         if tensors.keys() == old["tensors"].keys():
             return

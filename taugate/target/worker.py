@@ -27,7 +27,7 @@ from typing import Any
 
 from taugate.errors import JobError, TaugateError
 from taugate.target.capture import Capture, LayerDone, pick_device
-from taugate.target.kernels import kernel_path
+from taugate.target.kernels import PATHS, kernel_path
 from taugate.target.layout import open_layout
 from taugate.target.results import Results, complete_sequences, read_spec
 
@@ -141,7 +141,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--taps", type=_layers, default=[], help="decoder layers, 0-based, separated by commas")
     parser.add_argument("--no-final-hidden", dest="final_hidden", action="store_false", help="only the taps")
     parser.add_argument("--store", type=Path, default=Path(".taugate"), help="default: %(default)s")
-    parser.add_argument("--kernel-path", choices=("torch", "fla"), default="torch", help="default: %(default)s")
+    parser.add_argument("--kernel-path", choices=PATHS, default="torch", help="default: %(default)s")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="default: %(default)s")
     parser.add_argument("--device", default="auto", help="cpu, cuda, or auto: a GPU if there is one")
     parser.add_argument("--engine", default="auto", help="resident, streamed, or auto: by the memory that is free")
