@@ -7,35 +7,36 @@ from collections.abc import Sequence
 from taugate.errors import EvidenceError
 from taugate.numerics.budgets import Agreement, Budgets, check
 from taugate.numerics.measures import ROUNDING, error_ratio
-from taugate.target.levels import Divergence
+from taugate.target.levels import Comparison, Divergence
+
+LEVELS = ("layer", "propagated", "logits")
 
 
-def judge(found: Divergence, budgets: Budgets, case: str, propagated: bool = True) -> list[Agreement]:
-    """The absolute budgets of a path: its layers alone, and with `propagated` what piles up and what is left of it in
-    the logits. The latter depends on the model: those budgets are of the models that taugate ships and draws.
+def judge(found: Comparison, budgets: Budgets, case: str, levels: Sequence[str] = LEVELS) -> list[Agreement]:
+    """Every measure of the levels beside its budget.
 
-    Raises ConfigError for a budget that is not there.
+    What piles up depends on the model: the budgets of "propagated" and "logits" are of the models that taugate ships
+    and draws. Raises ConfigError for a budget that is not there.
     """
+    return [agreement for level in levels for agreement in judge_level(found, level, budgets, case)]
 
-    def at(level: str, what: str, value: float, index: int | None = None, where: str = "") -> Agreement:
+
+def judge_level(found: Comparison, level: str, budgets: Budgets, case: str) -> list[Agreement]:
+    """As `judge`, of one level."""
+
+    def at(what: str, value: float, index: int | None = None, where: str = "") -> Agreement:
         return check(value, budgets.find(level, what, found.dtype, found.path), case + where, index)
 
-    agreements = [
-        at("layer", "mixer", *_worst(found.mixer)),
-        at("layer", "block", *_worst(found.block)),
-        at("layer", "mixer token", found.token.error, found.token.index, f", layer {found.token_layer}"),
-    ]
-    if propagated:
-        agreements += [
-            at("propagated", "output", *_worst(found.propagated)),
-            at("propagated", "final_hidden", found.final_hidden),
-        ]
-    if propagated and found.kl is not None and found.top is not None:
-        agreements += [
-            at("logits", "kl", found.kl),
-            at("logits", "flips", found.top.flips / max(found.top.decided, 1)),
-        ]
-    return agreements
+    if level == "layer":
+        token, layer = found.worst_token
+        mixer, block = (at(what, *_worst(found.errors(what))) for what in ("mixer", "block"))
+        return [mixer, block, at("mixer token", token.error, token.index, f", layer {layer}")]
+    if level == "propagated":
+        return [at("output", *_worst(found.errors("propagated"))), at("final_hidden", found.errors("final")[0])]
+    logits = found.logits()
+    if not logits:
+        raise EvidenceError(f"{case}: path {found.path} gave no logits")
+    return [at("kl", logits["kl"]), at("flips", logits["top"].flips / max(logits["top"].decided, 1))]
 
 
 def judge_ratio(found: Divergence, baseline: Divergence, budgets: Budgets, case: str) -> list[Agreement]:
@@ -57,11 +58,13 @@ def judge_ratio(found: Divergence, baseline: Divergence, budgets: Budgets, case:
     ]
 
 
-def limits(found: Divergence, budgets: Budgets) -> dict[str, float]:
-    """Absolute limits of the errors by layer in roundings to bfloat16, for plots."""
+def limits(dtype: str, path: str, budgets: Budgets) -> dict[str, float]:
+    """Absolute limits of the errors by layer in roundings to bfloat16, for tables and plots."""
     limit = {}
-    for name, level, what in (("mixer", "layer", "mixer"), ("propagated", "propagated", "output")):
-        budget = budgets.find(level, what, found.dtype, found.path)
+    for name, level, what in (
+        ("mixer", "layer", "mixer"), ("block", "layer", "block"), ("propagated", "propagated", "output"),
+    ):  # fmt: skip
+        budget = budgets.find(level, what, dtype, path)
         limit[name] = budget.limit if budget.unit == "f" else budget.limit / ROUNDING
     return limit
 

@@ -8,7 +8,7 @@ its error piles up. logits: what is left of it in the distribution of the next t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -90,12 +90,22 @@ class Comparison:
     """One path beside the reference, batch by batch, so that nothing but sums is kept.
 
     model: a transformers causal language model (or its text model) on the kernels that are bound when `add` is called;
-    dtype: "tf32" where float32 is not what its name says.
+    dtype: "tf32" where float32 is not what its name says; record: applied to what is recorded of a free run (a fault).
+    `pairs` are the tensors compared last, (path, reference) of every layer.
     """
 
-    def __init__(self, reference: Reference, model: Any, path: str, dtype: str | None = None) -> None:
-        self._reference, self._model, self._path = reference, model, path
-        self._dtype = dtype or DTYPES[str(next(model.parameters()).dtype)]
+    def __init__(
+        self,
+        reference: Reference,
+        model: Any,
+        path: str,
+        dtype: str | None = None,
+        record: Callable[[Trace], Trace] | None = None,
+    ) -> None:
+        self._reference, self._model, self.path = reference, model, path
+        self.dtype = dtype or DTYPES[str(next(model.parameters()).dtype)]
+        self._record = record
+        self.pairs: list[tuple[Tensor, Tensor]] = []
         self._pools = _Pools()
         self._worst, self._where, self._tokens = TokenError(0.0, 0), 0, 0
         self._logits: list[tuple[int, float, float, TopOne]] = []
@@ -108,11 +118,15 @@ class Comparison:
         """Run freely, compare, and return the path's trace. Raises EvidenceError for states that are not finite."""
         exact = exact or self.exact(batch)
         free = trace(self._model, batch.token_ids, batch.mask, pieces=batch.pieces)
+        if self._record:
+            free = self._record(free)
         valid = batch.valid(exact.final_hidden)
         self._tokens += int(valid.sum())
-        for layer, (value, base) in enumerate(zip(free.outputs, exact.outputs, strict=True)):
-            self._pools.add("propagated", layer, value[valid], base[valid])
-        self._pools.add("final", 0, free.final_hidden[valid], exact.final_hidden[valid])
+        ends = [*zip(free.outputs, exact.outputs, strict=True), (free.final_hidden, exact.final_hidden)]
+        self.pairs = [(value[valid], base[valid]) for value, base in ends]
+        for layer, (value, base) in enumerate(self.pairs[:-1]):
+            self._pools.add("propagated", layer, value, base)
+        self._pools.add("final", 0, *self.pairs[-1])
         if free.logits is not None and exact.logits is not None:
             self._add_logits(free.logits[valid], exact.logits[valid])
         return free
@@ -122,30 +136,44 @@ class Comparison:
         exact = exact or self.exact(batch)
         valid = batch.valid(exact.final_hidden)
         forced = trace(self._model, batch.token_ids, batch.mask, forced=exact.inputs, pieces=batch.pieces)
+        self.pairs = []
         for layer, inputs in enumerate(forced.inputs):
             mixer, block = self._reference.layer(layer, inputs.double(), batch.mask)
-            self._pools.add("mixer", layer, forced.mixers[layer][valid], mixer[valid])
+            self.pairs.append((forced.mixers[layer][valid], mixer[valid]))
+            self._pools.add("mixer", layer, *self.pairs[-1])
             self._pools.add("block", layer, forced.outputs[layer][valid], block[valid])
             for row, keep in enumerate(valid):
                 found = token_maximum(forced.mixers[layer][row : row + 1, keep], mixer[row : row + 1, keep])
                 if found.error > self._worst.error:
                     self._worst, self._where = found, layer
 
+    def errors(self, what: str) -> tuple[float, ...]:
+        """Errors so far of "mixer", "block" or "propagated", one per layer, or of "final" (hidden).
+
+        Raises EvidenceError before any was measured.
+        """
+        if not (found := self._pools[what]):
+            raise EvidenceError(f"path {self.path} was not compared at every level: {what} was not measured")
+        return found
+
+    @property
+    def worst_token(self) -> tuple[TokenError, int]:
+        """The mixers' worst token and its layer."""
+        return self._worst, self._where
+
     def result(self) -> Divergence:
         """Raises EvidenceError before both levels have been measured."""
-        if not self._tokens or not self._pools["mixer"]:
-            raise EvidenceError(f"path {self._path} was not compared at every level")
-        pools = self._pools
         return Divergence(
-            self._path, self._dtype, self._reference.shape.kinds, pools["mixer"], pools["block"], pools["propagated"],
-            pools["final"][0], self._worst, self._where, self._tokens, **self._pooled_logits(),
+            self.path, self.dtype, self._reference.shape.kinds, self.errors("mixer"), self.errors("block"),
+            self.errors("propagated"), self.errors("final")[0], *self.worst_token, self._tokens, **self.logits(),
         )  # fmt: skip
 
     def _add_logits(self, logits: Tensor, exact: Tensor) -> None:
         rms = float((logits.double() - exact).square().mean().sqrt())
         self._logits.append((len(logits), rms, logit_kl(logits, exact), top_one(logits, exact, MARGIN * rms)))
 
-    def _pooled_logits(self) -> dict[str, Any]:
+    def logits(self) -> dict[str, Any]:
+        """logit_rms, kl and top of all tokens so far; empty without a head."""
         if not self._logits:
             return {}
         total = sum(count for count, *_ in self._logits)
