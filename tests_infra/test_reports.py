@@ -118,9 +118,12 @@ RECORDS = [
     {
         "type": "window", "outcome": "restored", "window_id": "w1", "downtime_s": 41.26,
         "phases": [
-            {"phase": "LEASED", "at": "2026-01-02T03:04:05.678Z", "seconds": 0.42, "detail": "timer armed"},
-            {"phase": "STOPPED", "at": "2026-01-02T03:04:06.100Z", "seconds": None, "detail": ""},
+            {"phase": "LEASED", "at_iso": "2026-01-02T03:04:05.678Z", "seconds": 0.42, "detail": "timer armed"},
+            {"phase": "STOPPED", "at_iso": "2026-01-02T03:04:06.100Z", "seconds": 2.0, "detail": ""},
         ],
+        "escalations": ["SIGKILL to pid 7"], "notes": ["drain: idle"], "lease_lost": "",
+        "canary": {"same": False, "first_difference": 3, "top2_margin": 0.0123},
+        "fingerprint": {"fields": 9, "differ": ["version was 1 and is 2"]},
     },
     {
         "type": "measurement", "drafter": "candidate", "verifier": "chain", "definition": "longest prefix",
@@ -136,9 +139,14 @@ RECORDS = [
 def test_the_table_line_by_line():
     assert render(RECORDS) == [
         "window w1: restored, server down for 41.3 s",
-        "  phase    at          seconds  detail",
-        "  LEASED   03:04:05.6      0.4  timer armed",
-        "  STOPPED  03:04:06.1        -",
+        "  phase    at          seconds  took  detail",
+        "  LEASED   03:04:05.6      0.4   1.6  timer armed",
+        "  STOPPED  03:04:06.1      2.0     -",
+        "  SIGKILL to pid 7",
+        "  drain: idle",
+        "  canary: other tokens from number 3 on, top-2 margin there 0.0123",
+        "  changed: version was 1 and is 2",
+        "  9 fields of the server compared, 1 changed",
         "",
         "drafter    verifier  τ [low, high]         tau_macro  tau_anchors  tokens  cycles  prompts",
         "candidate  chain     3.100 [2.900, 3.300]      3.200            -    2560     826       32",

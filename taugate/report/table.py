@@ -25,23 +25,41 @@ def render(records: Iterable[Record]) -> list[str]:
 
 
 def window_lines(record: Record) -> list[str]:
-    """One window: its outcome, then when each phase began and how long it took."""
+    """One window: its outcome, when each phase began and how long it took, and what was out of the ordinary."""
     outcome = str(record["outcome"])
     if outcome == "not needed":
         return [f"window: not needed{_because(record)}"]
     down = record.get("downtime_s")
     head = f"window {record.get('window_id', '')}".rstrip() + f": {outcome}{_because(record)}"
     head += f", server down for {down:.1f} s" if isinstance(down, (int, float)) else ""
+    phases = list(record.get("phases", ()))
+    begun = [phase.get("seconds") for phase in phases]
     rows = [
         (
             phase["phase"],
-            _clock(phase.get("at", "")),
+            _clock(phase.get("at_iso") or phase.get("at", "")),
             _number(phase.get("seconds"), ".1f"),
+            _number(end - start if None not in (start, end) else None, ".1f"),
             phase.get("detail", ""),
         )
-        for phase in record.get("phases", ())
+        for phase, start, end in zip(phases, begun, [*begun[1:], None], strict=False)
     ]
-    return [head, *_indent(table(("phase", "at", "seconds", "detail"), rows, right={2}))] if rows else [head]
+    timeline = table(("phase", "at", "seconds", "took", "detail"), rows, right={2, 3}) if rows else []
+    return [head, *_indent([*timeline, *_remarks(record)])]
+
+
+def _remarks(record: Record) -> list[str]:
+    """What a reader of a window's timeline should know beside it: force, differences, losses, troubles."""
+    lines = [*record.get("escalations", ()), *record.get("notes", ())]
+    canary, fingerprint = record.get("canary") or {}, record.get("fingerprint") or {}
+    if canary.get("same") is False:
+        first, margin = canary.get("first_difference"), _number(canary.get("top2_margin"), ".3g")
+        lines.append(f"canary: other tokens from number {first} on, top-2 margin there {margin}")
+    lines += [f"changed: {line}" for line in fingerprint.get("differ", ())]
+    if fingerprint:
+        lines.append(f"{fingerprint['fields']} fields of the server compared, {len(fingerprint['differ'])} changed")
+    lines += [record["lease_lost"]] if record.get("lease_lost") else []
+    return lines
 
 
 def measurement_lines(records: Sequence[Record]) -> list[str]:
