@@ -42,8 +42,8 @@ class Capture:
     """A target, ready to be run over sequences by one of the engines.
 
     path: kernel path, see `kernels`; dtype: "bfloat16" or "float32", the precision of the forward (states are stored
-    in bfloat16 either way); max_gpu_memory: MiB on each GPU, CUDA context included, None for what is free. Raises
-    CheckpointError and GpuMemoryError.
+    in bfloat16 either way); max_gpu_memory: on each GPU, CUDA context included, in MiB or as "6GiB"; None or "auto" for
+    what is free. Raises CheckpointError and GpuMemoryError.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Capture:
         *,
         final_hidden: bool = True,
         engine: str = "auto",
-        max_gpu_memory: int | None = None,
+        max_gpu_memory: int | str | None = None,
     ) -> None:
         share_autotuning()
         import torch
@@ -71,7 +71,7 @@ class Capture:
         self.path, self._compilations = path, Compilations()
         if device != "cpu":
             _hold_allocator()
-        limit = max_gpu_memory * memory.MIB if max_gpu_memory else None
+        limit = memory.parse_limit(max_gpu_memory)
         caps = _caps(limit) if device != "cpu" else []
         if engine == "auto":
             engine = pick_engine(directory, precision, device, taps, final_hidden, caps)

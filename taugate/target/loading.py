@@ -116,7 +116,8 @@ class Loader:
 
 
 def _close(pool: ThreadPoolExecutor, files: dict[Path, int]) -> None:
-    pool.shutdown(wait=True, cancel_futures=True)
+    # A task holds its loader, so none is left; this may well run in the thread of the last one, which cannot be joined.
+    pool.shutdown(wait=False)
     for handle in files.values():
         os.close(handle)
 

@@ -7,6 +7,7 @@ layer buffers, activations, and scratch memory of a forward (estimated from the 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 from dataclasses import asdict, dataclass
@@ -52,6 +53,19 @@ class Plan:
         return {k: round(v / MIB) if k in sizes else v for k, v in asdict(self).items()} | {
             "total": round(self.total / MIB)
         }
+
+
+def parse_limit(value: int | str | None) -> int | None:
+    """Bytes of a limit as a spec gives it: MiB as a number, "3000 MiB" or "6GiB"; None for None and "auto".
+
+    Raises GpuMemoryError for anything else.
+    """
+    if value is None or value == "auto":
+        return None
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?(MiB|GiB)?", str(value))
+    if not found or isinstance(value, bool):
+        raise GpuMemoryError(f'max_gpu_memory is {value!r}; write "6GiB", "3000 MiB", a number of MiB, or "auto"')
+    return int(float(found[1]) * MIB * (1024 if found[2] == "GiB" else 1))
 
 
 def plan_streaming(
