@@ -16,6 +16,7 @@ from taugate.host.host import connect
 from taugate.pipeline.dataset import Dataset
 from taugate.pipeline.evaluate import read_drafters
 from taugate.pipeline.states import acquire
+from taugate.pipeline.survey import Record
 
 ROOT = Path(__file__).resolve().parent.parent
 GATE = ("tests_infra/test_window.py", "tests_drafter/test_tau.py")
@@ -35,12 +36,12 @@ def configured(store: Path, *settings: str) -> GateConfig:
     return resolve(ROOT, {"store.path": str(store), "completions.limit": "3", **cli}, {}).value
 
 
-def acquired(config: GateConfig, info: HostInfo, armed: bool = True) -> Dataset:
+def acquired(config: GateConfig, info: HostInfo, armed: bool = True, record: Record = lambda _: None) -> Dataset:
     """What the gate's fixtures do, without pytest: connect, survey, and open a window if one is needed."""
     candidates, reference = read_drafters(config)
     drafters = [judged.config for judged in [*candidates, *([reference] if reference else [])]]
     with connect(_settings(config.host, info)) as host:
-        return acquire(host, config, drafters, lambda text: None, lambda record: None, armed=armed)
+        return acquire(host, config, drafters, lambda text: None, record, armed=armed)
 
 
 def gate_command(host: EmbeddedHost, store: Path, *args: str, tests: Sequence[str] = GATE) -> list[str]:

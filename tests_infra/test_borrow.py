@@ -9,9 +9,11 @@ import pytest
 import torch
 
 from taugate.drafter.replay import CachedSequence
-from taugate.errors import JobError
+from taugate.errors import JobError, WindowError
 from taugate.files import sha256_file
+from taugate.host.record import Phase, PhaseEvent, WindowRecord
 from taugate.host.transport import Completed
+from taugate.pipeline.borrow import Borrower
 from taugate.pipeline.dataset import Dataset
 from taugate.pipeline.results import HostResults
 from taugate.target.checkpoint import TargetInfo
@@ -46,8 +48,8 @@ class Host:
         return Completed(tuple(argv), 0, "", "", 0.0)
 
 
-@pytest.mark.parametrize("tamper", [False, True])
-def test_a_state_that_changed_on_its_way_is_refused(tmp_path, tamper):
+def captured(tmp_path, tamper):
+    """A data set without states, what surveyed it, and the results of a capture that lie on the host."""
     there, cache = tmp_path / "there", tmp_path / "cache"
     there.mkdir()
     cache.mkdir()
@@ -57,6 +59,13 @@ def test_a_state_that_changed_on_its_way_is_refused(tmp_path, tamper):
     files = {key: Results(there).write(key, SEQUENCE.token_ids, states, facts)}
     data = Dataset(TARGET, (SEQUENCE,), IDENTITY, StateStore(tmp_path, "tiny"), HeadStore(tmp_path))
     survey = SimpleNamespace(host=Host(there, tamper), config=None, cache=cache, say=lambda text: None)
+    return data, survey, files, there
+
+
+@pytest.mark.parametrize("tamper", [False, True])
+def test_a_state_that_changed_on_its_way_is_refused(tmp_path, tamper):
+    data, survey, files, there = captured(tmp_path, tamper)
+    (key,) = files
     results = HostResults(survey, data)
     if tamper:
         with pytest.raises(JobError, match="'one' changed on its way from host"):
@@ -67,3 +76,35 @@ def test_a_state_that_changed_on_its_way_is_refused(tmp_path, tamper):
         results.fetch([SEQUENCE], files, "id")
         assert data.store.names(key) == {"final_hidden"}
         assert not list(there.iterdir()), "what was fetched is removed from the host"
+
+
+class BrokenWindow:
+    """A window whose job ends well, and after which the server does not come back."""
+
+    record = WindowRecord("w1", "host", "a.service", outcome="broken")
+
+    def __enter__(self):
+        self.record.phases.append(PhaseEvent(Phase.BROKEN, "", 1.0, ""))
+
+    def __exit__(self, *_):
+        raise WindowError("a.service was not restored")
+
+
+@pytest.mark.parametrize("tamper", [False, True])
+def test_what_was_captured_is_kept_when_the_server_does_not_come_back(tmp_path, tamper, monkeypatch):
+    data, survey, files, there = captured(tmp_path, tamper)
+    (key,), records = files, []
+    survey.config = SimpleNamespace(window=SimpleNamespace(job_timeout=1.0))
+    survey.package = SimpleNamespace(job=lambda *_, **__: {"files": files})
+    borrower = Borrower(survey, data, records.append)
+    monkeypatch.setattr(borrower, "wait", lambda: None)
+    monkeypatch.setattr(borrower, "_checks", lambda *_: [])
+    monkeypatch.setattr(borrower, "_window", lambda _: (BrokenWindow(), "spec"))
+    with pytest.raises(WindowError, match="was not restored") as caught:
+        borrower.capture([SEQUENCE])
+    assert [record["outcome"] for record in records] == ["broken"]
+    if tamper:
+        assert "wait in /work_dir/captures for the next run" in caught.value.__notes__[0]
+    else:
+        assert "the 1 captured states are in" in caught.value.__notes__[0]
+        assert data.store.names(key) == {"final_hidden"}

@@ -10,7 +10,7 @@ from taugate.errors import HostError
 from taugate.host.host import connect
 from taugate.host.record import WindowSettings
 from taugate.host.window import Window
-from tests_infra.gatehost import configured, stub_host
+from tests_infra.gatehost import acquired, configured, stub_host
 
 FAST = {
     "canary_input_ids": (5, 6, 7),
@@ -39,6 +39,20 @@ def test_the_gpus_are_free_inside_and_the_server_is_back_after(tmp_path, fault):
         assert min(embedded.used_mib()) > 40_000 and embedded.request("/ready")[0] == 200
         assert bool(window.record.escalations) == (fault == "memory-stays"), window.record.escalations
         assert window.record.canary["same"]
+
+
+@pytest.mark.slow
+def test_a_capture_beside_the_server_never_stops_it(tmp_path):
+    records = []
+    with stub_host(tmp_path / "host") as embedded:
+        before = embedded.show()
+        data = acquired(configured(tmp_path / "store", "capture.beside=true"), embedded.info, record=records.append)
+        assert embedded.show() == before and embedded.request("/ready")[0] == 200
+        assert embedded.systemctl("is-active", "taugate-window.timer").returncode != 0
+    assert all(not data.store.missing(data.key(s), ["final_hidden"]) for s in data.sequences)
+    (window,) = [record for record in records if record["type"] == "window"]
+    assert window["outcome"] == "beside" and window["downtime_s"] is None
+    assert "at most 88 MiB of GPU 0, of 2136 MiB free" in window["phases"][2]["detail"]
 
 
 def test_a_process_of_somebody_else_is_never_killed(tmp_path):

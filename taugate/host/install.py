@@ -101,8 +101,11 @@ def rights(host: Host) -> Check:
     """Whether this login can make a window's changes; changes nothing."""
     if not host.settings.sudo:
         return Check("rights", True, "root's")
-    where = f"--host root@{host.settings.host} --service {host.unit.name}"
-    remedy = f"`python -m taugate host install {where} --for {host.settings.user or '$USER'}`"
+    whom = f"--service {host.unit.name} --for {host.settings.user or '$USER'}"
+    if host.settings.transport == "local":
+        remedy = f"`python -m taugate host install --host localhost {whom} --print | sudo sh`"
+    else:
+        remedy = f"`python -m taugate host install --host root@{host.settings.host} {whom}`"
     try:
         done = host.helper.call("holder")
     except HostError as error:

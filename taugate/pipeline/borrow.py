@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from taugate.drafter.replay import CachedSequence
 from taugate.errors import HostError, WindowError
@@ -40,9 +41,9 @@ class Borrower:
             steps.append(f"ask {self.survey.identity.model_id} for {unasked} completions, one by one")
         if wanted or unasked:
             steps.append(f"capture {len(wanted) + unasked} sequences, taps {self.survey.taps}, as the window's job:")
-            job_s, settings = self.config.window.job_timeout, self._settings((1,))
-            ceiling = self._ceiling()
-            steps += beside.plan(self.host, settings, ceiling, job_s) if ceiling else commands(self.host, settings, job_s)
+            how = self.host, self._settings((1,))
+            job_s, ceiling = self.config.window.job_timeout, self._ceiling()
+            steps += beside.plan(*how, ceiling, job_s) if ceiling else commands(*how, job_s)
         else:
             steps.append(f"no window: all {len(self.data.sequences)} states are in {self.data.store.root}")
         self.record({"type": "plan", "steps": steps})
@@ -61,28 +62,23 @@ class Borrower:
 
         With `capture.beside` the server goes on serving and the job takes what memory it leaves free.
         Raises PreflightError with the server untouched, WindowError, JobError. An interrupted capture leaves its
-        complete files on the host, and the next one goes on from them.
+        complete files on the host, and the next one goes on from them; a complete one is kept whatever becomes of the
+        server.
         """
         self.wait()
         require(self._checks(wanted, ()))
-        first, ceiling = self.data.sequences[0], self._ceiling()
-        settings = self._settings(first.token_ids[: first.prompt_length])
-        window: Window | BesideWindow
-        if ceiling:
-            gpu, mib = beside.choose(self.host.gpus().gpus, ceiling, self.host.name)
-            ceiling = replace(ceiling, mib=mib)
-            window = BesideWindow(self.host, settings, ceiling, self._phase)
-            # The job's own account is not quite what the driver counts; who is over the ceiling is ended.
-            spec = self.results.put_spec(wanted, max_gpu_memory=int(_OWN_SHARE * mib))
-        else:
-            window = Window(self.host, settings, self._phase)
-            spec = self.results.put_spec(wanted)
+        window, spec = self._window(wanted)
+        done: dict[str, Any] | None = None
         try:
             with window:
                 done = self.survey.package.job(
                     window, "target.capture", "--spec", spec, "--out", self.results.directory,
                     deadline_s=self.config.window.job_timeout, on_event=CaptureBar(self.say),
                 )  # fmt: skip
+        except WindowError as broken:
+            if done is not None:
+                broken.add_note(self._kept(wanted, done, window.record.window_id))
+            raise
         finally:
             # Whatever happened inside, what became of the server is evidence.
             if window.record.phases:
@@ -91,6 +87,25 @@ class Borrower:
             raise WindowError(f"window {window.record.window_id} ended {window.record.outcome or 'without a result'}")
         self.results.forget_spec(spec)
         self.results.fetch(wanted, done["files"], window.record.window_id)
+
+    def _window(self, wanted: Sequence[CachedSequence]) -> tuple[Window | BesideWindow, str]:
+        """A window to open, and the path of the capture's spec on the host."""
+        first, ceiling = self.data.sequences[0], self._ceiling()
+        settings = self._settings(first.token_ids[: first.prompt_length])
+        if ceiling is None:
+            return Window(self.host, settings, self._phase), self.results.put_spec(wanted)
+        _, mib = beside.choose(self.host.gpus().gpus, ceiling, self.host.name)
+        # The job's own account is not quite what the driver counts; who is over the ceiling is ended.
+        spec = self.results.put_spec(wanted, max_gpu_memory=int(_OWN_SHARE * mib))
+        return BesideWindow(self.host, settings, replace(ceiling, mib=mib), self._phase), spec
+
+    def _kept(self, wanted: Sequence[CachedSequence], done: dict[str, Any], window_id: str) -> str:
+        """Bring over what was captured before the window ended badly; says what became of it."""
+        try:
+            self.results.fetch(wanted, done["files"], window_id)
+        except HostError as error:
+            return f"the captured states wait in {self.results.directory} for the next run ({error})"
+        return f"the {len(wanted)} captured states are in {self.data.store.root}"
 
     def wait(self) -> None:
         """Until no other run has the host, as long as `window.wait_for_lease` says. Raises WindowError."""
