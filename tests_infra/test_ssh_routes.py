@@ -253,6 +253,8 @@ def test_a_key_with_a_passphrase_is_used_from_the_agent(server, tmp_path, monkey
                 transport = pinned(server, **where, config=config)
                 assert transport.run(["true"], deadline=10).rc == 0
                 transport.close()
+            tries_all = pinned(server, key=None, known_hosts=server.known_hosts, config=elsewhere)
+            says(tries_all, "keys: set `key`, or IdentitiesOnly and IdentityFile in ~/.ssh/config")
         finally:
             agent.terminate()
 

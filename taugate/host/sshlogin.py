@@ -218,6 +218,9 @@ def _sentence(error: BaseException, step: Route, keys: _Keys, end: float, timeou
         return f"connecting to {step} got no answer within {timeout:g} s: check the network and the firewall"
     if isinstance(error, socket.gaierror):
         return f"the name of {step} cannot be resolved ({error.strerror}): check `host`, now {step.host}"
+    if keys.refused and time.monotonic() < end:  # sshd's MaxAuthTries
+        count = f"{len(keys.refused) + 1} keys" if len(keys.refused) > 1 else "a key"
+        return f"{step} ended the login after {count}: set `key`, or IdentitiesOnly and IdentityFile in ~/.ssh/config"
     reason = f"the login did not end within {timeout:g} s" if time.monotonic() >= end else why(error)
     by = f"ProxyCommand `{step.command}` leads to it" if step.command else "`ssh_port` is an SSH server's port"
     return f"no SSH session with {step} ({reason}): check that {by}"
