@@ -165,7 +165,7 @@ def test_whenever_it_is_killed_the_old_entry_or_the_new_one_is_there(steps):
             found = {name: int(states[name].float().mean()) for name in names}
             assert found == new or (not finished and found == stored)
             assert all((states[name] == found[name]).all() for name in names)
-            assert list(after_it.keys()) == ([key] if found else []), "nothing half made is taken for an entry"
+            assert list(after_it.stored_keys()) == ([key] if found else []), "nothing half made is taken for an entry"
             stored = found
 
 
@@ -215,7 +215,7 @@ class TestPrune:
         return tmp_path, keys, entries(tmp_path / "states" / "tiny")[0].bytes
 
     def left(self, root):
-        return set(StateStore(root, "tiny").keys())
+        return set(StateStore(root, "tiny").stored_keys())
 
     def test_by_age_and_by_size_the_least_recently_used_go_first(self, filled):
         root, keys, size = filled

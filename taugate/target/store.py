@@ -91,7 +91,7 @@ class StateStore:
     def directory(self, key: str) -> Path:
         return self.root / key[:2] / key
 
-    def keys(self) -> Iterator[str]:
+    def stored_keys(self) -> Iterator[str]:
         """Keys of all entries, in order."""
         return (path.name for path in sorted(self.root.glob("[0-9a-f][0-9a-f]/*")) if not path.name.startswith("."))
 
