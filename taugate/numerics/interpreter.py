@@ -226,7 +226,7 @@ def _probe(a, b, dot, product, cast, N: tl.constexpr):  # noqa: N803
     y = tl.load(b + i[:, None] * N + i[None, :])
     tl.store(dot + i[:, None] * N + i[None, :], tl.dot(x, y))
     tl.store(product + i[:, None] * N + i[None, :], x * y)
-    tl.store(cast + i[:, None] * N + i[None, :], (x.to(tl.float32) * 1.0009765625).to(tl.bfloat16))
+    tl.store(cast + i[:, None] * N + i[None, :], (x.to(tl.float32) * 1.005859375).to(tl.bfloat16))
 
 
 def self_check() -> None:
@@ -237,7 +237,7 @@ def self_check() -> None:
     a, b = torch.randn(2, size, size, generator=torch.Generator().manual_seed(0)).bfloat16()
     exact = {
         "bfloat16 product": (a.float() * b.float()).bfloat16(),
-        "cast to bfloat16": (a.float() * 1.0009765625).bfloat16(),
+        "cast to bfloat16": (a.float() * 1.005859375).bfloat16(),
     }
     dot = torch.empty(size, size)
     product, cast = torch.empty_like(a), torch.empty_like(a)

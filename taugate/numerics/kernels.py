@@ -18,7 +18,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from io import BytesIO
 from typing import IO, TYPE_CHECKING, Any
@@ -127,11 +127,10 @@ class Worker:
         return answer["out"], answer["state"]
 
     def close(self) -> None:
-        """End the process."""
-        for stream in (self._process.stdin, self._process.stdout):
-            if stream:
-                stream.close()
-        self._process.wait(timeout=60)
+        """End the process, which has nothing to save."""
+        self._process.kill()
+        with suppress(BrokenPipeError):  # from what it no longer reads
+            self._process.communicate()
 
 
 class Kernels:
