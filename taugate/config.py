@@ -2,7 +2,8 @@
 
 Each value knows which of them it came from. `default_profile` (--profile, TAUGATE_PROFILE) selects a table
 [profile.NAME]; its keys are addressed as `host.*` everywhere else, so that `--set host.service=…` and
-TAUGATE_HOST_SERVICE mean the same whichever profile is in use.
+TAUGATE_HOST_SERVICE mean the same whichever profile is in use. A table [profile.NAME.capture] takes the place of the
+same keys of [capture]: what a GPU host can do is not what the embedded one can.
 """
 
 from __future__ import annotations
@@ -124,6 +125,7 @@ def _profile_layer(profile: str, toml: ConfigFile, overrides: _Layer) -> _Layer:
     # A forgotten `kind` must not turn a real host into the embedded one: the gate would be green elsewhere.
     layer: _Layer = {"host.kind": ("embedded" if profile == "embedded" else "ssh", DEFAULT)}
     layer |= {f"host.{key}": (value, FILE) for key, value in table.items()}
+    layer |= {f"capture.{key}": (value, FILE) for key, value in toml.captures.get(profile, {}).items()}
     kind = str(overrides.get("host.kind", layer["host.kind"])[0])
     return {f"host.{key}": (value, DEFAULT) for key, value in PROFILE_DEFAULTS.get(kind, {}).items()} | layer
 

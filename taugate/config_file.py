@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from pydantic import BaseModel, ValidationError
 
-from taugate.config_schema import SECTIONS, BudgetRule, GateRule, HostProfile
+from taugate.config_schema import SECTIONS, BudgetRule, Capture, GateRule, HostProfile
 from taugate.errors import ConfigError
 
 _ARRAY = re.compile(r"\s*\[\[\s*([^\[\]]+?)\s*\]\]")
@@ -24,7 +24,7 @@ class ConfigFile:
     """One gate.toml, or none at all. Raises ConfigError, one sentence with the line, for unknown keys.
 
     `keys` are the raw values by dotted key (`default_profile` under `profile`); `profiles` the [profile.NAME]
-    tables; `gates` the number of [[gate]] tables.
+    tables, `captures` their [profile.NAME.capture]; `gates` the number of [[gate]] tables.
     """
 
     def __init__(self, path: Path | None, cwd: Path) -> None:
@@ -38,6 +38,7 @@ class ConfigFile:
             raise ConfigError(f"{self.name} is not valid TOML: {error}") from None
         self.keys: dict[str, Any] = {}
         self.profiles: dict[str, dict[str, Any]] = {}
+        self.captures: dict[str, dict[str, Any]] = {}
         self.gates = 0
         for section, content in self._toml.items():
             self._read_section(section, content)
@@ -57,9 +58,13 @@ class ConfigFile:
                     "profile", f'[profile.NAME] is a table; select with default_profile = "{content}"'
                 )
             for name, table in content.items():
-                self._check_table(f"profile.{name}", table, HostProfile)
-                self._check_values(f"profile.{name}", table, HostProfile)
-            self.profiles = content
+                own = dict(table) if isinstance(table, dict) else table
+                capture = own.pop("capture", {}) if isinstance(own, dict) else {}
+                for where, part, model in ((f"profile.{name}", own, HostProfile),
+                                           (f"profile.{name}.capture", capture, Capture)):  # fmt: skip
+                    self._check_table(where, part, model)
+                    self._check_values(where, part, model)
+                self.profiles[name], self.captures[name] = own, capture
         elif section == "gate":
             if not isinstance(content, list):
                 self._fail("gate", "each gate is its own [[gate]] table, with double brackets")

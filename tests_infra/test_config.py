@@ -61,6 +61,16 @@ def test_a_real_host_gets_its_defaults_and_the_embedded_one_gets_none(root):
     assert (embedded.value.host.ssh_port, embedded.value.host.service) == (None, None)
 
 
+def test_a_profile_has_its_own_capture_and_others_do_not(root):
+    text = BOX + '[capture]\ndtype = "float32"\n[profile.box.capture]\nkernel_path = "fla"\ndtype = "bfloat16"\n'
+    (root / "gate.toml").write_text(text)
+    box, embedded = resolve(root, {}, {}), resolve(root, {"profile": "embedded"}, {})
+    assert (box.value.capture.kernel_path, box.value.capture.dtype) == ("fla", "bfloat16")
+    assert (embedded.value.capture.kernel_path, embedded.value.capture.dtype) == ("torch", "float32")
+    assert box.source("capture.kernel_path") == "gate.toml" and "capture.kernel_path=fla (gate.toml)" in box.describe()
+    assert resolve(root, {"capture.kernel_path": "torch"}, {}).value.capture.kernel_path == "torch"
+
+
 def test_a_profile_without_kind_is_never_the_embedded_host(tmp_path):
     (tmp_path / "gate.toml").write_text('[profile.box]\nservice = "a.service"\n')
     with pytest.raises(ConfigError, match='kind "ssh" also needs host, remote_python'):
@@ -123,6 +133,15 @@ MISTAKES = {
         "line 3: unknown key profile.box.servce; did you mean profile.box.service?",
     ),
     "value of unused profile": ("[profile.box]\nssh_port = 0", "line 2: profile.box.ssh_port = 0: "),
+    "unknown key of a profile's capture": (
+        '[profile.box.capture]\nkernel = "fla"',
+        "line 2: unknown key profile.box.capture.kernel; did you mean profile.box.capture.kernel_path?",
+    ),
+    "value of a profile's capture": (
+        '[profile.box.capture]\nkernel_path = "cuda"',
+        "line 2: profile.box.capture.kernel_path = 'cuda': ",
+    ),
+    "capture of a profile as text": ('[profile.box]\ncapture = "fla"', "profile.box.capture is a table, not a value"),
     "profile as text": ('profile = "box"', 'select with default_profile = "box"'),
     "no such profile": ('default_profile = "bx"', "there is no profile 'bx'"),
     "duration without unit": (
