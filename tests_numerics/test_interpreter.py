@@ -63,15 +63,15 @@ print(json.dumps(found))
 @numerics(level="interpreter")
 def test_changed_releases_are_refused():
     """Wrong version, changed signatures, another fla; and arithmetic that is not what the patches are meant to give."""
+    if _old_triton():
+        pytest.skip("this Triton is too old for the interpreter, which is for machines without a GPU")
     done = subprocess.run(
         [sys.executable, "-c", SABOTAGE],
         env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True, text=True, timeout=300, check=True,
     )  # fmt: skip
     found = json.loads(done.stdout.splitlines()[-1])
-    assert "needs Triton 3.7 or later, not 3.6.0" in found["triton.__version__"] or _old_triton()
-    if _old_triton():
-        return
+    assert "needs Triton 3.7 or later, not 3.6.0" in found["triton.__version__"]
     assert "has changed the interpreter's create_dot" in found["InterpreterBuilder.create_dot"]
     assert "has changed the interpreter's _patch_lang" in found["triton.runtime.interpreter._patch_lang"]
     assert "not 0.7.0" in found["fla"]
