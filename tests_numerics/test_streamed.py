@@ -84,6 +84,18 @@ def test_streamed_is_what_transformers_computes_from_the_weights_in_memory(famil
         assert not torch.equal(found["tap.3"], found["final_hidden"])
 
 
+def test_our_loader_gives_a_gpu_what_transformers_loads(family):
+    """The way by which one GPU is filled, here on a CPU: layers by our loader, embedding rows from the file."""
+    from taugate.target.capture import Capture
+    from taugate.target.kernels import kernel_path
+
+    directory, sequences, states = family
+    capture = Capture(str(directory), "torch", "bfloat16", "cpu", TAPS, engine="resident")
+    capture.engine._one_gpu, capture.engine.model = True, capture.engine._filled()
+    with kernel_path("torch", capture.model_type, "cpu"):
+        assert_equal({0: capture(sequences[3])}, {0: states["resident"][3]})
+
+
 def test_a_capture_without_final_hidden_stops_at_the_deepest_tap(family):
     """The same taps, and nothing of the layers behind is as much as read."""
     import torch

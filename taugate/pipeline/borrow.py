@@ -20,6 +20,7 @@ from taugate.pipeline.bar import CaptureBar
 from taugate.pipeline.dataset import Dataset
 from taugate.pipeline.results import HostResults
 from taugate.pipeline.survey import Record, Survey
+from taugate.pipeline.warm import warm_up
 
 _OWN_SHARE = 0.95
 

@@ -1,7 +1,8 @@
 """The resident engine: the whole text model on one GPU, on several (`device_map="auto"` of accelerate), or on a CPU.
 
-Loaded by transformers itself, so that it checks the streamed engine's own reading; parameters that a checkpoint stores
-in fp32 for a reason (`Layout.fp32_keys`) are put back afterwards, since transformers casts them.
+One GPU is filled by our own loader, which reads at the speed of the link instead of one thread's. On several GPUs and
+on a CPU transformers loads, which makes it the check of that loader; it casts what a checkpoint stores in fp32 for a
+reason (`Layout.fp32_keys`), so that is put back afterwards.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from taugate.errors import GpuMemoryError
 from taugate.target import memory
 from taugate.target.kernels import enter_layer
 from taugate.target.layout import open_layout
-from taugate.target.loading import Loader
+from taugate.target.loading import Loader, aligned_bytes, read_rows, views
 from taugate.target.outbox import finite
 from taugate.target.progress import LayerDone, SequenceDone
 from taugate.target.segments import cache_argument, new_cache, segments
-from taugate.target.skeleton import ATTENTION, fill, needed_depth, text_model_config
+from taugate.target.skeleton import ATTENTION, fill, forward_dtypes, needed_depth, text_model_config
 from taugate.target.store import FINAL_HIDDEN, tap_name
 
 if TYPE_CHECKING:
@@ -39,13 +40,22 @@ class Resident:
     def __init__(
         self, directory: Path, dtype: Any, device: str, taps: list[int], final: bool, caps: list[int]
     ) -> None:
-        layout = open_layout(directory)
-        self.taps, self.final, self.device = taps, final, device
-        depth = needed_depth(text_model_config(directory).num_hidden_layers, taps, final)
-        self.config = text_model_config(directory, depth)
-        self.model = _load(directory, self.config, dtype, _device_map(device, caps, model_bytes(layout, depth, dtype)))
-        self._restore_fp32(layout, depth)
-        self._restore_frequencies()
+        self.layout = open_layout(directory)
+        self.taps, self.final, self.device, self.dtype = taps, final, device, dtype
+        self.depth = needed_depth(text_model_config(directory).num_hidden_layers, taps, final)
+        self.config = text_model_config(directory, self.depth)
+        needed = model_bytes(self.layout, self.depth, dtype)
+        if device != "cpu" and not self.fits(caps, needed):
+            raise GpuMemoryError(_too_large(caps, needed))
+        self._one_gpu = device != "cpu" and caps[0] - BESIDE >= needed
+        if self._one_gpu:
+            self.model = self._filled()
+        else:
+            room = {number: max(0, cap - BESIDE) for number, cap in enumerate(caps)}
+            placement = {"device_map": "auto", "max_memory": room} if device != "cpu" else {}
+            self.model = _load(directory, self.config, dtype, placement)
+            self._restore_fp32()
+            self._restore_frequencies()
         self._cache_argument = cache_argument(self.model.forward)
 
     @staticmethod
@@ -70,15 +80,23 @@ class Resident:
         pieces = segments(len(token_ids))
         cache = new_cache(self.config) if len(pieces) > 1 else None
         given = {self._cache_argument: cache} if cache is not None else {}
-        first = "cpu" if self.device == "cpu" else next(self.model.parameters()).device
         with torch.inference_mode(), self._hooks(kept):
             for begin, end in pieces:
-                ids = torch.tensor([token_ids[begin:end]], device=first)
-                out = self.model(input_ids=ids, use_cache=cache is not None, **given)
+                out = self.model(**self._inputs(token_ids[begin:end]), use_cache=cache is not None, **given)
                 if self.final:
                     kept[FINAL_HIDDEN].append(out.last_hidden_state)
             states = {name: torch.cat(parts, dim=1)[0] for name, parts in kept.items()}
             return {name: finite(name, state).to("cpu", torch.bfloat16).contiguous() for name, state in states.items()}
+
+    def _inputs(self, token_ids: list[int]) -> dict[str, Tensor]:
+        """Embedded tokens where the table stayed in its file, else token ids."""
+        import torch
+
+        ids = torch.tensor(token_ids, dtype=torch.long)
+        if not self._one_gpu:
+            return {"input_ids": ids[None].to(next(self.model.parameters()).device)}
+        rows = read_rows(self.layout.tensors["embed_tokens.weight"], ids)
+        return {"inputs_embeds": rows[None].to(self.dtype).to(self.device)}
 
     @contextmanager
     def _hooks(self, kept: dict[str, list[Tensor]]) -> Iterator[None]:
@@ -101,22 +119,42 @@ class Resident:
             yield
             enter_layer(-1)
 
-    def _restore_fp32(self, layout: Any, depth: int) -> None:
+    def _filled(self) -> Any:
+        """The model with its layers and final norm on the GPU; the embedding stays on the meta device."""
+        import torch
+        from transformers import AutoModel
+
+        with torch.device("meta"):
+            model = AutoModel.from_config(self.config, attn_implementation=ATTENTION)
+        loader, under_way = Loader(self.device), []
+        parts = [(f"layers.{n}.", model.layers[n], self.layout.layer_tensors(n)) for n in range(self.depth)]
+        norm = {"weight": self.layout.tensors["norm.weight"]}
+        for prefix, module, tensors in (*parts, ("norm.", model.norm, norm)):
+            dtypes = forward_dtypes(self.layout, prefix, tensors, self.dtype)
+            buffer = torch.empty(aligned_bytes(tensors, dtypes), dtype=torch.uint8, device=self.device)
+            there = views(buffer, tensors, dtypes)
+            under_way.append(loader.start(tensors, there))
+            fill(module, there)
+        for loading in under_way:
+            if (arrived := loading.arrive()) is not None:
+                torch.cuda.current_stream().wait_event(arrived)
+        model.rotary_emb = type(model.rotary_emb)(config=self.config).to(self.device)
+        return model.eval().requires_grad_(False)
+
+    def _restore_fp32(self) -> None:
         """transformers loads everything in one precision; what the checkpoint keeps in fp32 is read again."""
         import torch
 
         loader = Loader("cpu", readers=1)
-        for layer in range(depth):
-            module = self.model.layers[layer]
-            own = layout.layer_tensors(layer)
-            keep = {key: own[key] for key in own if f"layers.{layer}.{key}" in layout.fp32_keys}
+        for layer, module in enumerate(self.model.layers):
+            own = self.layout.layer_tensors(layer)
+            keep = {key: own[key] for key in own if f"layers.{layer}.{key}" in self.layout.fp32_keys}
             if not keep:
                 continue
-            device = next(module.parameters()).device
             values = {key: torch.empty(t.shape, dtype=torch.float32) for key, t in keep.items()}
             loader.start(keep, values).arrive()
-            values = {key: value.to(device) for key, value in values.items()}
-            fill(module, values)
+            device = next(module.parameters()).device
+            fill(module, {key: value.to(device) for key, value in values.items()})
 
     def _restore_frequencies(self) -> None:
         """Rotary frequencies are computed on the CPU in both engines: a GPU's power function rounds differently."""
@@ -138,20 +176,12 @@ def _prefix(key: str) -> str:
     return ".".join(key.split(".")[:2]) + "."
 
 
-def _device_map(device: str, caps: list[int], needed: int) -> dict[str, Any]:
-    """Arguments of from_pretrained: one device if it takes the model, else all GPUs. Raises GpuMemoryError."""
-    if device == "cpu":
-        return {}
-    if not Resident.fits(caps, needed):
-        raise GpuMemoryError(
-            f"a resident capture of this target needs {needed // memory.MIB} MiB, and {BESIDE // memory.MIB} MiB "
-            f"on each GPU beside, but {len(caps)} GPUs offer {sum(caps) // memory.MIB} MiB; "
-            'set capture.engine to "streamed" or "auto"'
-        )
-    room = [max(0, cap - BESIDE) for cap in caps]
-    if room[0] >= needed:
-        return {"device_map": {"": device}}
-    return {"device_map": "auto", "max_memory": dict(enumerate(room))}
+def _too_large(caps: list[int], needed: int) -> str:
+    return (
+        f"a resident capture of this target needs {needed // memory.MIB} MiB, and {BESIDE // memory.MIB} MiB on each "
+        f"GPU beside, but {len(caps)} GPUs offer {sum(caps) // memory.MIB} MiB; "
+        'set capture.engine to "streamed" or "auto"'
+    )
 
 
 def _load(directory: Path, config: Any, dtype: Any, placement: dict[str, Any]) -> Any:

@@ -7,7 +7,7 @@ and what it hands to each of them is recorded. It depends on the position and le
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -70,13 +70,6 @@ class Skeleton:
         self._cache_argument = cache_argument(model.forward)
         self._calls: dict[tuple[int, int, bool], list[dict[str, Any]]] = {}
 
-    def dtypes(self, prefix: str, tensors: Mapping[str, Any]) -> dict[str, Any]:
-        """The torch dtype of each parameter below `prefix` ("layers.3." or "")."""
-        import torch
-
-        keep = self.layout.fp32_keys
-        return {key: torch.float32 if prefix + key in keep else self.dtype for key in tensors}
-
     def calls(self, begin: int, end: int, cached: bool) -> list[dict[str, Any]]:
         """Keyword arguments of each layer for tokens begin…end-1 of a sequence; `cached`: other segments follow or
         precede, so the layer gets a cache (to be put in by `with_cache`).
@@ -108,9 +101,11 @@ def fill(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
         owner._parameters[name] = torch.nn.Parameter(tensor, requires_grad=False)
 
 
-def parameters_of(module: nn.Module) -> Iterator[str]:
-    """Keys of a module's parameters."""
-    yield from (key for key, _ in module.named_parameters())
+def forward_dtypes(layout: Layout, prefix: str, tensors: Mapping[str, Any], dtype: Any) -> dict[str, Any]:
+    """The torch dtype of each parameter below `prefix` ("layers.3.") in a forward of `dtype`."""
+    import torch
+
+    return {key: torch.float32 if prefix + key in layout.fp32_keys else dtype for key in tensors}
 
 
 def _stub() -> nn.Module:

@@ -19,7 +19,7 @@ from taugate.target.loading import Loader, Loading, aligned_bytes, read_rows, vi
 from taugate.target.outbox import Outbox
 from taugate.target.progress import LayerDone, SequenceDone
 from taugate.target.segments import new_cache, segments
-from taugate.target.skeleton import Skeleton, fill
+from taugate.target.skeleton import Skeleton, fill, forward_dtypes
 from taugate.target.store import FINAL_HIDDEN, tap_name
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class Streamed:
         self.plan: memory.Plan | None = None
         layout = self.skeleton.layout
         self._tensors = [layout.layer_tensors(layer) for layer in range(self.skeleton.depth)]
-        self._dtypes = [self.skeleton.dtypes(f"layers.{n}.", t) for n, t in enumerate(self._tensors)]
+        self._dtypes = [forward_dtypes(layout, f"layers.{n}.", t, dtype) for n, t in enumerate(self._tensors)]
         self._sizes = [aligned_bytes(t, d) for t, d in zip(self._tensors, self._dtypes, strict=True)]
         self._loader = Loader(device)
         self._context = memory.context_bytes() if device != "cpu" else 0
