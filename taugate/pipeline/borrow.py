@@ -69,6 +69,7 @@ class Borrower:
         self.wait()
         require(self._checks(wanted, ()))
         window, spec = self._window(wanted)
+        warm_up(self.survey.package, spec, self.data.identity.kernel_path, self.say)
         done: dict[str, Any] | None = None
         try:
             with window:
