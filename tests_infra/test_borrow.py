@@ -8,9 +8,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from taugate.config import resolve
 from taugate.drafter.replay import CachedSequence
 from taugate.errors import JobError, WindowError
 from taugate.files import sha256_file
+from taugate.host.beside import Ceiling
 from taugate.host.record import Phase, PhaseEvent, WindowRecord
 from taugate.host.transport import Completed
 from taugate.pipeline.borrow import Borrower
@@ -108,3 +110,18 @@ def test_what_was_captured_is_kept_when_the_server_does_not_come_back(tmp_path, 
     else:
         assert "the 1 captured states are in" in caught.value.__notes__[0]
         assert data.store.names(key) == {"final_hidden"}
+
+
+def test_what_gate_toml_says_of_windows_reaches_them(tmp_path):
+    data, survey, *_ = captured(tmp_path, False)
+    cli = {"window.drain": "90s", "window.on_busy": "give_up", "window.verify_requests": "7",
+           "window.notify": "tell,me", "window.webhook": "https://x.example/hook", "capture.beside": "true",
+           "capture.max_gpu_memory": "3GiB"}  # fmt: skip
+    survey.config = resolve(tmp_path, cli, {}).value
+    borrower = Borrower(survey, data, print)
+    settings = borrower._settings((1, 2))
+    assert (settings.drain_s, settings.on_busy, settings.verify_requests) == (90, "give up", 7)
+    assert (settings.notify, settings.webhook) == (("tell", "me"), "https://x.example/hook")
+    assert borrower._ceiling() == Ceiling(mib=3072)
+    survey.config = borrower.config = resolve(tmp_path, {}, {}).value
+    assert borrower._ceiling() is None and borrower._settings((1,)).on_busy == "stop"

@@ -7,9 +7,11 @@ import pytest
 from fixtures.testhost.drive import Runner, settle
 from fixtures.testhost.host import SERVICE, SystemdHost
 from fixtures.testhost.needed import need_host
+from taugate.errors import WindowError
 from taugate.host.cli import main
 from taugate.host.host import connect
 from taugate.host.lease import Lease
+from taugate.host.queue import wait_until_free
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +53,8 @@ def test_a_window_is_seen_and_not_disturbed_without_force(host, call):
         runner.reach("phase:held")
         code, out, _ = call("status")
         assert code == 4 and "window     taugate window " in out and "not ready" in out
+        with connect(host.settings()) as reached, pytest.raises(WindowError, match="still in use by `taugate window"):
+            wait_until_free(reached, 0, print)
         code, _, err = call("restore")
         assert code == 4 and "is in use by `taugate window" in err and not host.serves()
         code, out, _ = call("restore", "--force")

@@ -80,6 +80,16 @@ def test_root_installs_two_files_that_only_root_can_change(host, capsys):
     assert code == 0 and "ready, serves tiny" in out
 
 
+def refuses_to_kill_what_is_not_the_server_s(host):
+    """Even inside its own window, and told the right start time."""
+    window = as_user(host, "sudo", "-n", INSTALLED, VERSION, "holder").stdout.split()[2]
+    pid = host.show("gpu-monitor.service", "MainPID")["MainPID"]
+    start = host.inside("cat", f"/proc/{pid}/stat").stdout.rpartition(") ")[2].split()[19]
+    done = as_user(host, "sudo", "-n", INSTALLED, VERSION, "kill-pid", window, SERVICE, pid, start)
+    assert done.returncode == 76 and f"pid {pid} is not a process of {SERVICE}" in done.stderr
+    assert host.show("gpu-monitor.service", "MainPID")["MainPID"] == pid
+
+
 @pytest.mark.usefixtures("installed")
 def test_a_window_works_and_its_job_is_the_user_s(host, capsys):
     job = ["sh", "-c", f"echo working; id -un >{WORK}/who; echo $HOME $TAUGATE_HELPER >>{WORK}/who"]
@@ -90,6 +100,7 @@ def test_a_window_works_and_its_job_is_the_user_s(host, capsys):
         runner.reach("phase:held")
         code, _, err = call(host, capsys, "uninstall")
         assert code == 2 and "in use by `taugate window" in err
+        refuses_to_kill_what_is_not_the_server_s(host)
         runner.go()
         end = runner.end()
     assert (end["end"], end["error"]) == ("restored", "NoneType"), end["says"]
