@@ -10,10 +10,12 @@ from fixtures.testhost.drive import LONG_JOB, Runner, settle
 from fixtures.testhost.host import SERVICE, SystemdHost
 from fixtures.testhost.needed import need_host
 from taugate.errors import ConfigError, HostError
+from taugate.host.beside import BesideWindow, Ceiling
 from taugate.host.cli import main
 from taugate.host.host import Host, HostSettings, connect
 from taugate.host.install import installer, rights, sudoers_text
 from taugate.host.preflight import Downtime, preflight
+from taugate.host.record import WindowSettings
 from taugate.host.script import INSTALLED, STATE_DIR, VERSION, file_text
 
 USER, WORK = "eval", "/var/tmp/eval"
@@ -106,6 +108,16 @@ def test_a_window_works_and_its_job_is_the_user_s(host, capsys):
     assert (end["end"], end["error"]) == ("restored", "NoneType"), end["says"]
     assert host.inside("cat", f"{WORK}/who").stdout == "eval\n/home/eval\n"
     settle(host)
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_job_beside_the_server_is_the_user_s_too(host):
+    with connect(host.settings()) as reached:
+        window = BesideWindow(reached, WindowSettings((1, 2, 3)), Ceiling(mib=500, spare_mib=100))
+        with window:
+            job = ["sh", "-c", "id -un; echo $LD_LIBRARY_PATH $TAUGATE_HELPER; exit 3"]
+            done = window.run_job(job, deadline_s=20, env={"LD_LIBRARY_PATH": "/x"})
+    assert (done.rc, done.stdout) == (3, "eval\n/x\n") and window.record.outcome == "beside"
 
 
 @pytest.mark.slow

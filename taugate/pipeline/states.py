@@ -40,7 +40,7 @@ def acquire(
     when states are missing and no window may be opened, PreflightError with the server untouched, WindowError and
     JobError.
     """
-    if armed and not dry_run:
+    if armed and not dry_run and not host.server.ready():
         wait_until_free(host, config.window.wait_for_lease, say)  # inside another's window there is no server to ask
     survey = Survey(host, config, drafters, say)
     data = survey.dataset(ask=armed and not dry_run)
