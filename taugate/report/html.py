@@ -7,7 +7,8 @@ from html import escape
 from typing import Any
 
 from taugate.report import plots
-from taugate.report.table import measurement_lines, window_lines
+from taugate.report.numerics import divergence_lines, effect_lines, grouped
+from taugate.report.table import agreement_lines, measurement_lines, window_lines
 
 Record = Mapping[str, Any]
 
@@ -27,6 +28,7 @@ def render_page(records: Iterable[Record], thresholds: Mapping[str, float]) -> s
     parts = [
         _verdicts([r for r in records if r["type"] == "verdict"]),
         _numbers(measured, thresholds),
+        _numerics(records),
         *(_window(r) for r in records if r["type"] == "window"),
         *(_provenance(r) for r in records if r["type"] == "provenance"),
     ]
@@ -58,6 +60,20 @@ def _numbers(measured: Sequence[Record], thresholds: Mapping[str, float]) -> str
         drawn += [plots.tau_by_prompt(m, reference) for m in chains if m is not reference]
     table = escape("\n".join(measurement_lines(measured)))
     return f'<h2>τ</h2><div class="plots">{"".join(drawn)}</div><pre>{table}</pre>'
+
+
+def _numerics(records: Sequence[Record]) -> str:
+    """Error by layer of each path with its budget, what it does to τ, and every agreement."""
+    by_type = {kind: [r for r in records if r["type"] == kind] for kind in ("divergence", "effect", "agreement")}
+    divergences, effects, agreements = by_type.values()
+    if not divergences and not effects:
+        return ""
+    drawn = [
+        plots.error_by_layer(group, what) for group in grouped(divergences).values() for what in ("mixer", "propagated")
+    ]
+    lines = [*divergence_lines(divergences), "", *effect_lines(effects), "", *agreement_lines(agreements)]
+    table = escape("\n".join(lines))
+    return f'<h2>Numerics</h2><div class="plots">{"".join(drawn)}</div><pre>{table}</pre>'
 
 
 def _window(record: Record) -> str:

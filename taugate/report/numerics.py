@@ -5,10 +5,25 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from taugate.report.table import table
+from taugate.report.columns import table
 
 Record = Mapping[str, Any]
 _KINDS = {"linear_attention": "delta net", "full_attention": "attention"}
+
+
+def budget_lines(records: Sequence[Record]) -> list[str]:
+    """Agreements that have a budget: for each budget the measure that came nearest to it, and of how many."""
+    nearest: dict[tuple[str, ...], list[Record]] = {}
+    for record in records:
+        nearest.setdefault(tuple(record[name] for name in ("level", "dtype", "path", "what")), []).append(record)
+    rows = []
+    for key, group in sorted(nearest.items()):
+        worst = max(group, key=lambda r: (not r["ok"], r["value"]))
+        unit = "" if worst["unit"] == "relative" else worst["unit"]
+        value = f"{worst['value']:.3g}" if worst["ok"] else f"over: {worst['value']:.3g}"
+        rows.append((*key, value, f"{worst['limit']:.3g}", unit, str(len(group)), worst["case"]))
+    header = ("level", "dtype", "path", "", "worst", "budget", "", "of", "case")
+    return table(header, rows, right={4, 5, 7}) if rows else []
 
 
 def divergence_lines(records: Sequence[Record]) -> list[str]:
@@ -17,7 +32,7 @@ def divergence_lines(records: Sequence[Record]) -> list[str]:
     mixer and block: the layer alone, fed what the reference fed it; propagated: the path running freely.
     """
     lines: list[str] = []
-    for (target, dtype), group in _grouped(records).items():
+    for (target, dtype), group in grouped(records).items():
         paths = [record["path"] for record in group]
         header = ["layer", "", *(f"{path} {what}" for what in ("mixer", "block", "propagated") for path in paths)]
         rows = [
@@ -58,11 +73,12 @@ def effect_lines(records: Sequence[Record]) -> list[str]:
     return [title, *(f"  {line}" for line in table(header, rows, right={5}))]
 
 
-def _grouped(records: Sequence[Record]) -> dict[tuple[str, str], list[Record]]:
-    groups: dict[tuple[str, str], list[Record]] = {}
-    for record in records:
-        groups.setdefault((record["target"], record["dtype"]), []).append(record)
-    return groups
+def grouped(records: Sequence[Record]) -> dict[tuple[str, str], list[Record]]:
+    """Divergences by target and precision; of a path that was measured twice, the one with more tokens."""
+    groups: dict[tuple[str, str], dict[str, Record]] = {}
+    for record in sorted(records, key=lambda record: record["tokens"]):
+        groups.setdefault((record["target"], record["dtype"]), {})[record["path"]] = record
+    return {key: list(paths.values()) for key, paths in groups.items()}
 
 
 def _cells(group: Sequence[Record], layer: int) -> list[str]:

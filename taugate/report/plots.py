@@ -61,6 +61,27 @@ def acceptance_by_slot(measurements: Sequence[Record]) -> str:
     return _svg(figure)
 
 
+def error_by_layer(divergences: Sequence[Record], what: str) -> str:
+    """Error of each path at every layer in roundings to bfloat16, with its budget dashed.
+
+    what: "mixer" or "block" (a layer alone), or "propagated" (the path running freely). Records of one target and
+    precision.
+    """
+    figure, axes = _axes(4.6, 3.2)
+    for number, record in enumerate(divergences):
+        layers = range(len(record[what]))
+        axes.plot(layers, record[what], marker="o", markersize=3, color=_colour(number), label=record["path"])
+        if limit := record["limits"].get(what):
+            label = f"budget of {record['path']}"
+            axes.axhline(limit, color=_colour(number), linestyle="dashed", linewidth=1, label=label)
+    axes.set_yscale("log")
+    axes.set_xlabel("layer")
+    axes.set_ylabel("error against float64, f")
+    axes.set_title(f"{what}, {divergences[0]['target']}, {divergences[0]['dtype']}", fontsize=9)
+    axes.legend(fontsize=8)
+    return _svg(figure)
+
+
 def _colour(number: int) -> str:
     return _COLOURS[number % len(_COLOURS)]
 

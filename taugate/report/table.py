@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+
+from taugate.report.columns import table
+from taugate.report.numerics import budget_lines, divergence_lines, effect_lines
 
 Record = Mapping[str, Any]
 
@@ -15,6 +18,8 @@ def render(records: Iterable[Record]) -> list[str]:
         *(window_lines(record) for record in _of(records, "window")),
         plan_lines(_of(records, "plan")),
         agreement_lines(_of(records, "agreement")),
+        divergence_lines(_of(records, "divergence")),
+        effect_lines(_of(records, "effect")),
         measurement_lines(_of(records, "measurement")),
         verdict_lines(_of(records, "verdict")),
     ]
@@ -102,36 +107,21 @@ def verdict_lines(records: Sequence[Record]) -> list[str]:
 
 
 def agreement_lines(records: Sequence[Record]) -> list[str]:
-    """What the numerics tests compared, by level."""
+    """What the numerics tests compared: each budget with the measure that came nearest to it, then everything else."""
     rows = []
     for record in records:
+        if "limit" in record:
+            continue
         rest = {key: value for key, value in record.items() if key not in _BOOKKEEPING and _scalar(value)}
         numbers = " ".join(f"{key}={_number(value, '.4g')}" for key, value in rest.items())
         rows.append((str(record["level"]), numbers))
-    return table(("agreement", ""), rows) if rows else []
+    return [*budget_lines([r for r in records if "limit" in r]), *(table(("agreement", ""), rows) if rows else [])]
 
 
 def plan_lines(records: Sequence[Record]) -> list[str]:
     """What a dry run would have done."""
     steps = [str(step) for record in records for step in record.get("steps", ())]
     return ["plan", *_indent(f"{number}. {step}" for number, step in enumerate(steps, 1))] if records else []
-
-
-def table(
-    header: Sequence[str] | None, rows: Sequence[Sequence[str]], right: Collection[int] = ()
-) -> list[str]:
-    """Rows of cells in aligned columns, two spaces apart; the columns in `right` are right-aligned."""
-    cells = [list(map(str, row)) for row in ([header] if header else []) + list(rows)]
-    if not cells:
-        return []
-    widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))]
-    return [
-        "  ".join(
-            cell.rjust(width) if column in right else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in cells
-    ]
 
 
 _BOOKKEEPING = {"type", "schema_version", "run", "at", "level"}
