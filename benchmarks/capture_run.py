@@ -83,20 +83,20 @@ def peer(args: argparse.Namespace, vocabulary: int) -> dict[str, Any]:
 
     config = text_model_config(Path(args.model), max(args.taps) + 1)
     begun = time.monotonic()
-    places: dict[str, Any] = {"embed_tokens": 0, "norm": 0, "rotary_emb": 0}
+    here = 0 if args.device == "cuda" else args.device
+    places: dict[str, Any] = {"embed_tokens": here, "norm": here, "rotary_emb": here}
     places |= {f"layers.{layer}": "disk" for layer in range(max(args.taps) + 1)}
     model = AutoModel.from_pretrained(
         args.model, config=config, dtype=torch.bfloat16, device_map=places, offload_folder=args.offload,
         key_mapping=_RENAMED, local_files_only=True, attn_implementation="sdpa",
     ).eval()  # fmt: skip
     setup, walls = time.monotonic() - begun, []
-    ids = torch.tensor(prompts(args.prompts, args.length, vocabulary), device="cuda")
+    ids = torch.tensor(prompts(args.prompts, args.length, vocabulary), device=args.device)
     for _ in range(args.repeats):
         start = time.monotonic()
         with torch.inference_mode():
             out = model(input_ids=ids, use_cache=False, output_hidden_states=True)
-        [state.cpu() for state in out.hidden_states[-1:]]
-        torch.cuda.synchronize()
+        out.hidden_states[-1].cpu()  # waits for all of it
         walls.append(time.monotonic() - start)
     return {"setup_s": round(setup, 2), "walls_s": [round(wall, 3) for wall in walls]}
 
