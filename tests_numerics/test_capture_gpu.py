@@ -173,10 +173,10 @@ def test_a_ceiling_too_low_is_refused_with_the_one_that_would_do(checkpoint, seq
 def test_decay_and_gated_norm_stay_in_fp32(checkpoint):
     import torch
 
-    from taugate.target.resident import Resident
+    from taugate.target.capture import Capture
 
-    model = Resident(checkpoint, torch.bfloat16, "cuda", [0], False, [140 << 30]).model
-    mixer = model.layers[0].linear_attn
+    capture = Capture(str(checkpoint), "fla", "bfloat16", "cuda", [0], engine="resident", final_hidden=False)
+    mixer = capture.engine.model.layers[0].linear_attn
     assert (mixer.A_log.dtype, mixer.norm.weight.dtype) == (torch.float32, torch.float32)
     assert mixer.dt_bias.dtype == torch.bfloat16
     assert not torch.equal(mixer.A_log, mixer.A_log.bfloat16().float()), "the stored values need fp32"

@@ -141,11 +141,12 @@ def _caps(limit: int | None) -> list[int]:
 
 
 def _hold_allocator() -> None:
-    """Let torch's allocator grow its segments in place, so that what it holds is what is used."""
+    """Let torch's allocator grow its segments in place, so that what it holds is what is used; lift an old limit."""
     import torch
 
     if not torch.cuda.is_initialized():
         torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+    torch.cuda.set_per_process_memory_fraction(1.0)
 
 
 if __name__ == "__main__":
