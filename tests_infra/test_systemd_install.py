@@ -80,6 +80,8 @@ def test_root_installs_two_files_that_only_root_can_change(host, capsys):
     assert host.inside("cat", INSTALLED).stdout == text
     code, out, _ = call(host, capsys, "status", user=USER)
     assert code == 0 and "ready, serves tiny" in out
+    plan = call(host, capsys, "plan", user=USER)[1]
+    assert f"rights   each of these is given to `sudo -n {INSTALLED} {VERSION} …`" in plan
 
 
 def refuses_to_kill_what_is_not_the_server_s(host):

@@ -11,7 +11,7 @@ def test_states_are_there_and_the_window_is_told(dataset, evidence):
     from taugate.target.store import FINAL_HIDDEN
 
     assert not [s.prompt_id for s in dataset.sequences if dataset.store.missing(dataset.key(s), [FINAL_HIDDEN])]
-    assert [record["outcome"] for record in evidence.of("window")] in (["restored"], ["not needed"])
+    assert [record["outcome"] for record in evidence.of("window")] in (["restored"], ["not needed"], ["beside"])
 
 
 def test_host_serves_the_same_model_afterwards(dataset, host, evidence):

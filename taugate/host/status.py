@@ -124,7 +124,9 @@ def plan(host: Host, settings: WindowSettings, job_s: float) -> list[str]:
     stop_s = settings.stop_timeout_s or unit.timeout_stop_s + 30
     then = "stop it all the same" if settings.on_busy == "stop" else "give up"
     worst = stop_s + settings.free_timeout_s + job_s + settings.start_timeout_s
-    return [  # the words of an installed helper are the same commands, given by root
+    by = [f"rights   each of these is given to `{' '.join(host.helper.argv('…'))}`"] if host.settings.sudo else []
+    return [
+        *by,
         f"arm      systemd-run --unit=taugate-window --on-active={settings.ttl_s:.0f}s … restore {name}",
         f"         (and every {settings.ttl_s / 3:.0f} s: systemctl restart taugate-window.timer)",
         f"drain    GET /v1/loads until it is idle; after {settings.drain_s:.0f} s {then}",
