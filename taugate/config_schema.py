@@ -164,6 +164,13 @@ class Statistics(Section):
     min_prompts: Annotated[Whole, Field(ge=2)] = 30
 
 
+class Replay(Section):
+    device: Text = "auto"
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    anchors: Annotated[Whole, Field(ge=1)] = 32
+    temperature: Annotated[Number, Field(ge=0)] = 1.0
+
+
 class Fidelity(Section):
     min_on_policy: Annotated[Number, Field(ge=0, le=1)] = 0.99
     noise: Annotated[Number, Field(ge=0, lt=1)] = 0.005
@@ -219,6 +226,7 @@ class GateConfig(Section):
     capture: Capture = Capture()
     drafters: Drafters = Drafters()
     gate: tuple[GateRule, ...] = ()
+    replay: Replay = Replay()
     statistics: Statistics = Statistics()
     fidelity: Fidelity = Fidelity()
     numerics: Numerics = Numerics()

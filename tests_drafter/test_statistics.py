@@ -159,6 +159,31 @@ def test_sampling_acceptance_is_the_overlap_of_both_distributions():
     assert profile([found], "chain", 6).overlap[0] == pytest.approx(np.mean([row[0] for row in found.overlap]))
 
 
+def test_sampling_acceptance_is_what_the_public_rejection_sampler_does(public):
+    """Monte Carlo: blocks drawn from the drafter, kept or not by the public implementation, against the closed form."""
+    model = tiny.drafter()
+    embedding, head = tiny.tables(model.config)
+    generator = torch.Generator().manual_seed(4)
+    taps, final = torch.randn(20, 64, generator=generator), torch.randn(20, tiny.HIDDEN, generator=generator)
+    sequence = CachedSequence("a", tuple(range(20)), 6, 40)
+    found = anchor_table(model, sequence, taps, embedding, head * 0.2, [CHAIN], final_hidden=final, temperature=1.3)
+    anchor, draws = 9, 4000
+    logits, _ = tiny.draft(model, sequence.token_ids, taps, anchor, 6, embedding, head * 0.2)
+    q = (logits / 1.3).softmax(-1)[None]
+    p = (final[anchor : anchor + 6] @ (head * 0.2).T / 1.3).softmax(-1)[None]
+    torch.manual_seed(0)
+    drafted = q[0].multinomial(draws, replacement=True).T
+    kept = np.array([public._rejection_sample(row[None], p, q)[0] for row in drafted])
+    row = found.overlap[anchor - 6]
+    for slot, (tried, matched) in enumerate([((kept >= k).sum(), (kept > k).sum()) for k in range(5)]):
+        assert abs(matched / tried - row[slot]) < 4 * (row[slot] * (1 - row[slot]) / tried) ** 0.5
+    emitted = 1 + np.cumprod(row).sum()
+    assert abs(1 + kept.mean() - emitted) < 4 * kept.std() / draws**0.5
+    everywhere = [1 + np.cumprod(r).sum() for r in found.overlap if len(r) == 5]
+    assert profile([found], "chain", 6).sampled == pytest.approx(np.mean(everywhere))
+    assert 0.2 < row[0] < 0.9, "neither always nor never"
+
+
 def test_a_perfect_tau_is_not_believed():
     perfect = tau([table(f"{n}", [3, 0, 0, 0] * 3, left=9) for n in range(40)])
     assert perfect.tau == BLOCK

@@ -61,7 +61,7 @@ def _right(drafts: Drafts, ranks: Tensor | None) -> Tensor:
         return ranks == 0
     if drafts.logits.is_cuda:
         return row_stats(drafts.logits.flatten(0, 1), drafts.truth.flatten())[0].view_as(drafts.truth) == 0
-    return drafts.logits.argmax(-1) == drafts.truth
+    return torch.from_numpy(_numbers(drafts.logits).argmax(-1)) == drafts.truth
 
 
 class Condensed:
@@ -133,14 +133,29 @@ def _ranks_and_lists(drafts: Drafts, width: int) -> tuple[Tensor, dict[str, Tens
         ranks, total, maxima = row_stats(logits, truth)
         top = top_values(logits, maxima, width) if width else None
     else:
-        own = logits.gather(1, truth.clamp(min=0)[:, None])
-        before = logits > own
-        before |= (logits == own) & (torch.arange(logits.shape[1]) < truth[:, None])
-        ranks = torch.where(truth < 0, -1, before.sum(1))
-        top = torch.from_numpy(best(logits.float().numpy(), width).copy()) if width else None
-        total = logits.float().logsumexp(-1) if width else None
+        numbers = _numbers(logits)
+        top = torch.from_numpy(best(numbers, width or NARROW).copy())
+        ranks = torch.from_numpy(_ranks(numbers, truth.numpy(), top.numpy()))
+        # Of torch's ways to a normaliser the softmax is the fastest: its largest value is exp(peak - total).
+        total = top[:, 0] - logits.float().softmax(-1).amax(-1).log()
+        top = top if width else None
     lists = {} if top is None else {"top": top.unflatten(0, shape), "total": total.view(shape)}
     return ranks.view(shape), lists
+
+
+def _ranks(logits: Array, truth: Array, top: Array) -> Array:
+    """Rank [M] of `truth` [M] in the rows of `logits` [M, V] of which `top` [M, K] is the beginning; -1 without one."""
+    own = logits[np.arange(len(truth)), np.maximum(truth, 0)][:, None]
+    ranks = (top > own).sum(1)
+    # Equal ones are told apart by token id, and may lie beyond the list, as the true token itself may.
+    for row in np.flatnonzero(((top == own).sum(1) > 1) | (own[:, 0] <= top[:, -1])):
+        mine = logits[row]
+        ranks[row] = np.count_nonzero(mine > own[row]) + np.count_nonzero(mine[: max(truth[row], 0)] == own[row])
+    return np.where(truth < 0, -1, ranks)
+
+
+def _numbers(logits: Tensor) -> Array:
+    return logits.float().numpy()
 
 
 def _longest(logits: Tensor, rows: Array, count: int) -> Tensor:
@@ -148,28 +163,27 @@ def _longest(logits: Tensor, rows: Array, count: int) -> Tensor:
     some = logits[torch.from_numpy(rows).to(logits.device)].float()
     if logits.is_cuda:
         return some.topk(count, dim=-1).values
-    return torch.from_numpy(best(some.numpy(), count).copy())
+    return torch.from_numpy(best(_numbers(some), count).copy())
 
 
 def overlaps(
-    drafts: Drafts, anchors: Sequence[int], final_hidden: Tensor, head: Tensor, temperature: float
+    drafts: Drafts, first: int, final_hidden: Tensor, head: Tensor, temperature: float
 ) -> list[tuple[float, ...]]:
-    """Σ min(p, q) of each slot that has a truth: the chance that rejection sampling keeps a token sampled
-    there.
+    """Σ min(p, q) of each slot that has a truth: the chance that rejection sampling keeps a token sampled there.
 
-    p comes from the target's state one position earlier (`final_hidden` [S, H]), given the cached text before
-    it; q from the drafter, both at `temperature`, top-p and top-k off. Raises EvidenceError for DFlash 2,
-    whose q depends on what it sampled before.
+    Blocks are those at anchors `first`, `first` + 1, …. p comes from the target's state one position earlier
+    (`final_hidden` [S, H]), given the cached text before it; q from the drafter, both at `temperature`, top-p and top-k
+    off. Raises EvidenceError for DFlash 2, whose q depends on what it sampled before.
     """
     if drafts.proposal is not None:
         raise EvidenceError(
             "Σ min(p, q) is not defined per slot for a DFlash 2 drafter: its selector samples along a path"
         )
+    rows, slots = drafts.truth.shape
+    before = final_hidden[first : first + rows + slots - 1].to(head)
+    p = ((before @ head.T).float() / temperature).softmax(-1)
     out = []
-    counts = (drafts.truth >= 0).sum(1).tolist()
-    for row, (anchor, count) in enumerate(zip(anchors, counts, strict=True)):
-        before = final_hidden[anchor : anchor + count].to(head)
-        p = ((before @ head.T).float() / temperature).softmax(-1)
+    for row, count in enumerate((drafts.truth >= 0).sum(1).tolist()):
         q = (drafts.logits[row, :count].float() / temperature).softmax(-1)
-        out.append(tuple(torch.minimum(p, q).sum(-1).tolist()))
-    return out
+        out.append(torch.minimum(p[row : row + count], q).sum(-1))
+    return [tuple(each.tolist()) for each in out]

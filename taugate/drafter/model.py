@@ -42,10 +42,13 @@ class RMSNorm(nn.Module):
 
 @dataclass(frozen=True)
 class Look:
-    """What the blocks of one call look at, in layers of one kind: context indices first…stop - 1, and of those and of
-    the blocks' own tokens what `mask` [N, 1, group · A · B, A · B + stop - first] (0 or -inf) lets through.
+    """What some blocks look at, in layers of one kind: context indices first…stop - 1, and of those and of the blocks'
+    own tokens what `mask` [N, 1, group · T, T + stop - first] (0 or -inf) lets through.
+
+    tokens: which T of the A · B tokens of a sequence's blocks these are.
     """
 
+    tokens: slice
     first: int
     stop: int
     mask: Tensor
@@ -68,16 +71,26 @@ class Attention(nn.Module):
         key = self.k_norm(self.k_proj(x).unflatten(-1, (-1, self.dim)))
         return rotate(key, turn), self.v_proj(x).unflatten(-1, (-1, self.dim))
 
-    def forward(self, x: Tensor, turn: Turn, context: Context, look: Look) -> Tensor:
+    def forward(self, x: Tensor, turn: Turn, context: Context, looks: list[Look]) -> Tensor:
         """Attention of the tokens `x` [N, A · B, H] of all blocks over the context and over their own block."""
         query = rotate(self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.dim))), turn)
-        key, value = context.place(self.index, *self.key_value(x, turn), look.first, look.stop)
         # The heads that share keys are more queries of one head: no key is copied, whatever computes the attention.
-        query = query.unflatten(2, (-1, self.groups)).permute(0, 2, 3, 1, 4).flatten(2, 3)
-        out = functional.scaled_dot_product_attention(
-            query, key.transpose(1, 2), value.transpose(1, 2), attn_mask=look.mask, scale=self.dim**-0.5
-        )
-        return self.o_proj(out.unflatten(2, (self.groups, -1)).permute(0, 3, 1, 2, 4).flatten(2))
+        query = query.unflatten(2, (-1, self.groups)).permute(0, 2, 3, 1, 4)
+        own_key, own_value = self.key_value(x, turn)
+        parts = []
+        for look in looks:
+            own = own_key[:, look.tokens], own_value[:, look.tokens]
+            key, value = context.place(self.index, *own, look.first, look.stop)
+            out = functional.scaled_dot_product_attention(
+                query[:, :, :, look.tokens].flatten(2, 3),
+                key.transpose(1, 2),
+                value.transpose(1, 2),
+                attn_mask=look.mask,
+                scale=self.dim**-0.5,
+            )
+            parts.append(out.unflatten(2, (self.groups, -1)))
+        out = parts[0] if len(parts) == 1 else torch.cat(parts, 3)
+        return self.o_proj(out.permute(0, 3, 1, 2, 4).flatten(2))
 
 
 def visible(
@@ -127,11 +140,11 @@ class Layer(nn.Module):
         self.attention_conv = GroupedConv(hidden, config.dflash2) if config.dflash2 else None
         self.mlp_conv = GroupedConv(hidden, config.dflash2) if config.dflash2 else None
 
-    def forward(self, x: Tensor, turn: Turn, context: Context, look: Look) -> Tensor:
+    def forward(self, x: Tensor, turn: Turn, context: Context, looks: list[Look]) -> Tensor:
         """Block tokens `x` [N, A, B, H] to the same, one layer on."""
 
         def attend(h: Tensor) -> Tensor:
-            return self.self_attn(h.flatten(1, 2), turn, context, look).view_as(h)
+            return self.self_attn(h.flatten(1, 2), turn, context, looks).view_as(h)
 
         x = x + _between(self.attention_conv, self.input_layernorm(x), attend)
         return x + _between(self.mlp_conv, self.post_attention_layernorm(x), self._mlp)
@@ -179,7 +192,7 @@ class Drafter(nn.Module):
     def context(self, taps: Tensor, blocks: int = 1) -> Context:
         """Context keys and values from `taps` [N, S, K·H]: the tapped states of positions 0…S-1.
 
-        blocks: how many anchors of a sequence are drafted at once, at most.
+        blocks: for how many of a sequence's blocks there is room at a time; attention over more runs in several parts.
         """
         if taps.shape[-1] != self.fc.in_features:
             raise CheckpointError(
@@ -218,16 +231,16 @@ class Drafter(nn.Module):
         x = functional.embedding(block, embedding) * self.config.input_embedding_scale
         places = anchors[..., None] + torch.arange(x.shape[2], device=x.device)
         turn = self.rope(places.flatten(1)[..., None], x.dtype)
-        looks: dict[tuple[bool, int | None], Look] = {}
+        looks: dict[tuple[bool, int | None], list[Look]] = {}
         with _kernels(x.is_cuda):
             for index, layer in enumerate(self.layers):
                 kind = self.config.causal(index), self.config.window(index)
                 if kind not in looks:
-                    looks[kind] = self._look(context, anchors, sizes, between, *kind, x.dtype)
+                    looks[kind] = self._looks(context, anchors, sizes, between, *kind, x.dtype)
                 x = layer(x, turn, context, looks[kind])
         return self.norm(x)
 
-    def _look(
+    def _looks(
         self,
         context: Context,
         anchors: Tensor,
@@ -236,18 +249,23 @@ class Drafter(nn.Module):
         causal: bool,
         window: int | None,
         dtype: torch.dtype,
-    ) -> Look:
+    ) -> list[Look]:
         lowest, highest = between or (0, context.length)
         first = 0 if window is None else max(0, lowest - window + 1)
         stop = min(highest, context.length)
-        block = self.config.block_size
-        seen = visible(context, first, stop, anchors, sizes, block, causal, window)
-        wide = -(-seen.shape[-1] // 16) * 16  # kernels want aligned rows
-        mask = torch.full((*seen.shape[:-1], wide), float("-inf"), dtype=dtype, device=seen.device)
-        mask[..., : seen.shape[-1]].masked_fill_(seen, 0.0)
-        groups = self.config.num_heads // self.config.num_kv_heads
-        mask = mask[:, None, None].expand(-1, -1, groups, -1, -1).flatten(2, 3)
-        return Look(first, stop, mask[..., : seen.shape[-1]])
+        block, groups = self.config.block_size, self.config.num_heads // self.config.num_kv_heads
+        looks = []
+        count = context.room // block
+        for begin in range(0, anchors.shape[1], count):
+            some = slice(begin, begin + count)
+            seen = visible(context, first, stop, anchors[:, some], sizes[:, some], block, causal, window)
+            wide = -(-seen.shape[-1] // 16) * 16  # kernels want aligned rows
+            mask = torch.full((*seen.shape[:-1], wide), float("-inf"), dtype=dtype, device=seen.device)
+            mask[..., : seen.shape[-1]].masked_fill_(seen, 0.0)
+            mask = mask[:, None, None].expand(-1, -1, groups, -1, -1).flatten(2, 3)
+            tokens = slice(begin * block, (begin + count) * block)
+            looks.append(Look(tokens, first, stop, mask[..., : seen.shape[-1]]))
+        return looks
 
     def logits(self, hidden: Tensor, head: Tensor) -> Tensor:
         """Vocabulary logits [..., V] of `hidden` [..., H] through the target's `head` [V, H], or the
@@ -255,7 +273,10 @@ class Drafter(nn.Module):
         """
         self._check("head", head)
         pruned = self.config.draft_vocab_size is not None
-        out = functional.linear(hidden, self.lm_head.weight if pruned else head)
+        # One product of all rows: a slice of three dimensions would be multiplied sequence by sequence, each against the
+        # whole head, eight times as slow on a GPU.
+        rows = hidden.reshape(-1, hidden.shape[-1])
+        out = functional.linear(rows, self.lm_head.weight if pruned else head).unflatten(0, hidden.shape[:-1])
         if self.config.output_multiplier != 1.0:  # a pass over all logits, so not for nothing
             out = out * self.config.output_multiplier
         cap = self.config.final_logit_softcapping

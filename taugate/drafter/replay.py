@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from taugate.drafter.model import Drafter
     from taugate.drafter.texts import Texts
 
+TOGETHER = 8  # blocks of a sequence whose attention is one call: each block's tokens pass over all of their keys
+
 __all__ = ["AnchorTable", "CachedSequence", "Cycle", "Verifier", "anchor_table", "walk", "walk_together"]
 
 
@@ -60,14 +62,14 @@ def anchor_table(
     waiting: Condensed | None = None
     everywhere = sequence.anchors()
     with torch.inference_mode():
-        context = drafter.context(taps[None].to(embedding), min(anchors_per_batch, len(everywhere)))
+        context = drafter.context(taps[None].to(embedding), min(TOGETHER, anchors_per_batch))
         texts = Texts.of([sequence], embedding.device)
         for first in range(0, len(everywhere), anchors_per_batch):
             some = everywhere[first : first + anchors_per_batch]
             anchors = torch.arange(some.start, some.stop, device=embedding.device)[None]
             drafts = _draft(drafter, context, texts, anchors, embedding, head, (some[0], some[-1]))
             if final_hidden is not None:
-                overlap += overlaps(drafts, some, final_hidden, head, temperature)
+                overlap += overlaps(drafts, some[0], final_hidden, head, temperature)
             condensed = Condensed(drafts, verifiers, predict)
             if waiting:
                 parts.append(waiting.judge())

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from operator import mul
 
 from taugate.drafter.cached import AnchorTable, walk
 
@@ -20,7 +22,8 @@ class Profile:
     text cut. whole, full: cycles that were neither, and those of them that emitted a full block.
     predicted: for a tree, 1 + Σ q(u), what the drafter itself expects, mean over cycles that are whole;
     realised: the mean that they emitted. overlap: Σ min(p, q) per slot, mean over all anchors, where target
-    states were given.
+    states were given; sampled: the tokens that a cycle of rejection sampling emits then, 1 + Σ_k Π_{j≤k} of it, mean
+    over all anchors with whole blocks: each slot in the context of the greedy text, since no other is cached.
     """
 
     histogram: tuple[int, ...]
@@ -33,6 +36,7 @@ class Profile:
     predicted: float | None = None
     realised: float | None = None
     overlap: tuple[float, ...] = ()
+    sampled: float | None = None
 
     @property
     def conditional(self) -> tuple[float | None, ...]:
@@ -73,6 +77,7 @@ def profile(tables: Sequence[AnchorTable], verifier: str, block_size: int) -> Pr
         predicted=_mean(expected),
         realised=_mean(realised),
         overlap=_overlap(tables),
+        sampled=_sampled(tables, block_size),
     )
 
 
@@ -85,3 +90,9 @@ def _overlap(tables: Iterable[AnchorTable]) -> tuple[float, ...]:
     rows = [row for table in tables for row in table.overlap]
     slots = max(map(len, rows), default=0)
     return tuple(sum(r[k] for r in rows if len(r) > k) / sum(len(r) > k for r in rows) for k in range(slots))
+
+
+def _sampled(tables: Iterable[AnchorTable], block_size: int) -> float | None:
+    """Tokens per cycle under rejection sampling, from the blocks that neither cap nor text cuts."""
+    whole = [row for table in tables for row in table.overlap if len(row) == block_size - 1]
+    return _mean([1 + sum(accumulate(row, mul)) for row in whole])

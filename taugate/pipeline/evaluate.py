@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from taugate.config_schema import GateConfig, GateRule
+from taugate.config_schema import GateConfig, GateRule, Replay
 from taugate.drafter.checkpoint import DrafterConfig, identity, read_config, read_tensors
 from taugate.drafter.replay import AnchorTable, Verifier, anchor_table
 from taugate.errors import ConfigError
@@ -32,12 +32,26 @@ class Judged:
 
 
 def read_drafters(config: GateConfig) -> tuple[list[Judged], Judged | None]:
-    """Candidates and reference as configured. Raises CheckpointError before any host is contacted."""
-    candidates = [_judged(path.name, path) for path in config.drafters.candidate]
-    if not candidates:
+    """Candidates and reference as configured. Raises CheckpointError before any host is contacted.
+
+    Candidates are named by their directories, and by as much of the path before as tells them apart.
+    """
+    paths = config.drafters.candidate
+    if not paths:
         raise ConfigError("drafters.candidate is not set; name a checkpoint with --drafter")
+    candidates = [_judged(name, path) for name, path in zip(short_names(paths), paths, strict=True)]
     reference = config.drafters.reference
     return candidates, _judged("reference", reference) if reference else None
+
+
+def short_names(paths: Sequence[Path]) -> list[str]:
+    """The last part of each path, or the last two, three, … of all, until different paths have different names."""
+    parts = [path.absolute().parts for path in paths]
+    for length in range(1, max(map(len, parts), default=1) + 1):
+        names = ["/".join(each[-length:]) for each in parts]
+        if len(set(names)) == len(set(parts)):
+            break
+    return names
 
 
 def _judged(name: str, path: Path) -> Judged:
@@ -52,22 +66,41 @@ def verifiers(config: GateConfig) -> list[Verifier]:
 
 
 def replay(
-    drafter: Judged, data: Dataset, names: Sequence[Verifier], say: Callable[[str], None] = lambda _: None
+    drafter: Judged,
+    data: Dataset,
+    names: Sequence[Verifier],
+    how: Replay | None = None,
+    say: Callable[[str], None] = lambda _: None,
 ) -> list[AnchorTable]:
-    """Tables of every sequence with at least one cycle, in the order of the prompts."""
+    """Tables of every sequence with at least one cycle, in the order of the prompts.
+
+    With `how.temperature` above 0 they hold the sampling acceptance too, from p that the target's own head gives for
+    its captured states; not for DFlash 2, where it is not defined per slot.
+    """
     import torch
 
     from taugate.drafter.model import load_drafter
 
-    model, bundle = load_drafter(drafter.path), data.head()
+    how = how or Replay()
+    device = how.device if how.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = how.dtype if how.dtype != "auto" else "float32" if device == "cpu" else "bfloat16"
+    model, bundle = load_drafter(drafter.path, getattr(torch, dtype), device), data.head(dtype)
+    embedding, head = bundle.embedding.to(device), bundle.head.to(device)
     taps = [tap_name(layer) for layer in drafter.config.target_layer_ids]
+    sampled = how.temperature > 0 and drafter.config.dflash2 is None
     tables = []
     for number, sequence in enumerate(data.sequences, 1):
         if not sequence.anchors():
             continue  # the prefill's token already ended it: nothing was ever drafted
-        states = data.states(sequence, taps)
-        joined = torch.cat([states[tap] for tap in taps], dim=-1).float()
-        tables.append(anchor_table(model, sequence, joined, bundle.embedding, bundle.head, names, predict=True))
+        states = data.states(sequence, [*taps, *([FINAL_HIDDEN] if sampled else [])])
+        joined = torch.cat([states[tap] for tap in taps], dim=-1)
+        final = states[FINAL_HIDDEN] if sampled else None
+        tables.append(
+            anchor_table(
+                model, sequence, joined, embedding, head, names, how.anchors,
+                predict=True, final_hidden=final, temperature=how.temperature,
+            )
+        )  # fmt: skip
         if number % 16 == 0 or number == len(data.sequences):
             say(f"replayed {drafter.name} on {number}/{len(data.sequences)} prompts")
     return tables
