@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from taugate.errors import DeadlineError, HostError, PreflightError
+from taugate.host.fingerprint import differences
 from taugate.host.gpus import ComputeApp, Gpu, GpuSnapshot, parse_apps, parse_gpus
 from taugate.host.host import Host, HostSettings, connect
 from taugate.host.job import run_job
@@ -248,6 +249,20 @@ def test_readiness_uses_the_older_name_only_when_the_new_one_does_not_exist():
     busy, asked = client({"/ready": Reply(503, None), "/health": Reply(200, None)})
     assert not busy.ready() and asked == ["/ready"]
     assert not client({"/ready": Reply(0, None)})[0].ready()
+
+
+def test_what_a_fingerprint_takes_of_server_info_does_not_change_from_start_to_start():
+    body = {
+        "tp_size": 2, "mem_fraction_static": 0.88, "cuda_graph_config": {"bs": [1, 2]}, "max_total_num_tokens": 9,
+        "random_seed": 77, "startup_time": {"load_weight": 1.5}, "internal_states": [{"last_gen_throughput": 3.0}],
+        "nccl_port": 1234, "status": "ready", "launch_command": "x", "version": "0.5.23", "dist_init_addr": None,
+    }  # fmt: skip
+    assert client({"/server_info": Reply(200, body)})[0].arguments() == {
+        "tp_size": "2", "mem_fraction_static": "0.88", "cuda_graph_config": '{"bs": [1, 2]}', "max_total_num_tokens": "9",
+    }  # fmt: skip
+    before, after = {"a": "1", "b": "2", "c": "3"}, {"a": "1", "b": "5", "d": "4"}
+    told = ["b was 2 and is 5", "c was 3 and is absent", "d was absent and is 4"]
+    assert differences(before, after) == told and differences(before, dict(before)) == []
 
 
 def test_startup_time_and_loads():

@@ -126,9 +126,8 @@ class SGLangClient:
         Raises HostError.
         """
         info = self._first("/server_info", "/get_server_info")
-        plain = {name: value for name, value in info.items() if not isinstance(value, dict)}
-        flat = {name: value for name, value in plain.items() if not _holds_objects(value)}
-        return {name: json.dumps(value) for name, value in flat.items() if not _CHANGES.search(name)}
+        kept = {name: value for name, value in info.items() if not (_CHANGES.search(name) or _holds_objects(value))}
+        return {name: json.dumps(value, sort_keys=True) for name, value in kept.items()}
 
     def startup_seconds(self) -> float | None:
         """How long its last start took by its own account, in seconds; None if it does not tell.
