@@ -258,7 +258,8 @@ def test_what_a_fingerprint_takes_of_server_info_does_not_change_from_start_to_s
         "nccl_port": 1234, "status": "ready", "launch_command": "x", "version": "0.5.23", "dist_init_addr": None,
     }  # fmt: skip
     assert client({"/server_info": Reply(200, body)})[0].arguments() == {
-        "tp_size": "2", "mem_fraction_static": "0.88", "cuda_graph_config": '{"bs": [1, 2]}', "max_total_num_tokens": "9",
+        "tp_size": "2", "mem_fraction_static": "0.88", "max_total_num_tokens": "9",
+        "cuda_graph_config": '{"bs": [1, 2]}',
     }  # fmt: skip
     before, after = {"a": "1", "b": "2", "c": "3"}, {"a": "1", "b": "5", "d": "4"}
     told = ["b was 2 and is 5", "c was 3 and is absent", "d was absent and is 4"]
