@@ -7,6 +7,7 @@ production runs, this can run fla without a GPU, and float32 on a GPU without TF
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -40,7 +41,7 @@ def on_path(
     try:
         for name, original in originals.items():
             # What transformers wraps around a fallback would call fla wherever that imports.
-            function = getattr(original, "__wrapped__", original)
+            function = inspect.unwrap(original)
             if name in RULES:
                 rule = f"{path}-{RULES[name]}"
                 function = _counted(rule, function, calls) if path == "torch" else _fla(rule, kernels, dtype, calls)
