@@ -44,8 +44,7 @@ class Host:
         return sha256_file(local)
 
     def run(self, argv, *, deadline):
-        assert argv[:2] == ["rm", "-f"]
-        for path in argv[2:]:
+        for path in argv[2:] if argv[0] == "rm" else ():
             (self.directory / Path(path).name).unlink()
         return Completed(tuple(argv), 0, "", "", 0.0)
 

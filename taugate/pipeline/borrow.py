@@ -19,6 +19,7 @@ from taugate.host.window import PhaseEvent, Window
 from taugate.pipeline.bar import CaptureBar
 from taugate.pipeline.dataset import Dataset
 from taugate.pipeline.results import HostResults
+from taugate.pipeline.speeds import Speeds
 from taugate.pipeline.survey import Record, Survey
 from taugate.pipeline.warm import warm_up
 
@@ -87,6 +88,7 @@ class Borrower:
                 self.record({"type": "window", **window.record.to_json()})
         if window.record.outcome not in ("restored", "beside"):
             raise WindowError(f"window {window.record.window_id} ended {window.record.outcome or 'without a result'}")
+        self._speeds().remember(done)
         self.results.forget_spec(spec)
         self.results.fetch(wanted, done["files"], window.record.window_id)
 
@@ -117,9 +119,12 @@ class Borrower:
         self.say(f"window {event.seconds:6.1f} s  {event.phase.value:9} {event.detail}")
 
     def _checks(self, wanted: Sequence[CachedSequence], unasked: Sequence[str]) -> list[Check]:
-        downtime = expect_downtime(self.host, stop_s=30.0, job_s=20.0 + 0.5 * (len(wanted) + len(unasked)))
         cap = self.config.completions.max_new_tokens
         tokens = sum(len(s.token_ids) for s in wanted) + len(unasked) * 4 * cap  # prompts of those are not known here
+        expected = self._speeds().estimate(len(wanted) + len(unasked), tokens)
+        downtime = expect_downtime(self.host, stop_s=30.0, job_s=expected.seconds)
+        if wanted or unasked:
+            self.say(f"the capture is expected to take {expected.seconds:.0f} s ({expected.source})")
         disk = 64 + tokens * (len(self.survey.taps) + 1) * self.survey.target.hidden_size * 2 // 2**20
         budget, ceiling = self.config.host.downtime_budget, self._ceiling()
         extra = [partial(beside.room, self.host, ceiling)] if ceiling else []
@@ -127,6 +132,9 @@ class Borrower:
         return preflight(
             self.host, downtime=downtime, budget_s=budget, disk_mib=disk, extra=extra, window=self._settings((1,))
         )
+
+    def _speeds(self) -> Speeds:
+        return Speeds(self.survey.cache, self.data.identity, self.config.capture.engine)
 
     def _ceiling(self) -> Ceiling | None:
         capture = self.config.capture

@@ -6,6 +6,7 @@ breaks off, or when the next run wants other prompts: it is looked for before a 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -13,13 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from taugate.drafter.replay import CachedSequence
-from taugate.errors import JobError
+from taugate.errors import HostError, JobError
 from taugate.files import sha256_json
 from taugate.pipeline.bar import Bar, size
 from taugate.pipeline.dataset import Dataset
 from taugate.pipeline.survey import Survey
 from taugate.target.here import Wanted, adopt_results
 from taugate.target.results import Results
+
+_KEPT_DAYS = 14  # on the host, for results that nobody fetches
 
 
 class HostResults:
@@ -72,6 +75,21 @@ class HostResults:
         """Bring these results over, compare their hashes with what the job said, put them into the store, and remove
         them from the host. Each is in the store before the next is fetched. Raises HostError, JobError.
         """
+        fetched: list[str] = []
+        try:
+            self._fetch(wanted, files, window_id, fetched)
+        finally:
+            # Also when the rest could not be had: what is in the store by now is not fetched again.
+            with contextlib.suppress(HostError):
+                self._forget(fetched)
+
+    def _fetch(
+        self,
+        wanted: Sequence[CachedSequence],
+        files: Mapping[str, Mapping[str, Any]],
+        window_id: str,
+        fetched: list[str],
+    ) -> None:
         bar, of = Bar(self.survey.say, "fetch"), sum(files[self.data.key(s)]["bytes"] for s in wanted)
         origin = {"window_id": window_id, "host": self.host.name}
         done = 0
@@ -88,15 +106,18 @@ class HostResults:
                 adopt_results(
                     self.data.store, self.data.identity, {key: sequence.token_ids}, here, {key: files[key]}, origin
                 )
+                fetched.append(key)
                 done += files[key]["bytes"]
                 bar(done, of, f"{number}/{len(wanted)} states, {size(done)} of {size(of)}")
-        self._forget([self.data.key(s) for s in wanted])
 
     def _forget(self, keys: Sequence[str]) -> None:
         paths = [f"{self.directory}/{key}.{end}" for key in keys for end in ("json", "safetensors")]
         for first in range(0, len(paths), 200):  # a command line has its limits
             some = paths[first : first + 200]
             self.host.transport.run(["rm", "-f", *some], deadline=60).check("removing fetched results")
+        # What a connection that broke has left behind, or a run that nobody repeated.
+        old = ["find", self.directory, "-maxdepth", "1", "-type", "f", "-mtime", f"+{_KEPT_DAYS}", "-delete"]
+        self.host.transport.run(old, deadline=60).check("removing old results")
 
 
 def _options(capture: Any) -> dict[str, Any]:
