@@ -54,8 +54,9 @@ def test_errors_are_within_their_budgets(path, dtype, measured, budgets, evidenc
         for case, errors in measured(path, dtype).items()
         for agreement in judge(errors, budgets, "core", dtype, path, case)
     ]
+    cosine = max(errors.cosine_gap for errors in measured(path, dtype).values())
     for agreement in worst(found):
-        evidence.add(agreement.record())
+        evidence.add(agreement.record() | ({"cosine_gap": cosine} if agreement.budget.what == "output" else {}))
     assert not [str(agreement) for agreement in found if not agreement.ok]
 
 

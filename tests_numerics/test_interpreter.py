@@ -21,7 +21,7 @@ def interpreted(kernels):
 
 # Each case spoils one thing in a fresh process as a release of Triton or fla might; all of them run in one process.
 SABOTAGE = """
-import json, sys, types
+import json
 import numpy as np
 import triton
 from triton.runtime import interpreter as stock
@@ -47,10 +47,7 @@ def with_attribute(owner, name, value, action):
 with_attribute(triton, "__version__", "3.6.0", interpreter.install)
 with_attribute(stock.InterpreterBuilder, "create_dot", lambda self, a, b: None, interpreter.install)
 with_attribute(stock, "_patch_lang", lambda fn, scope: None, interpreter.install)
-real = sys.modules.get("fla")
-sys.modules["fla"] = types.SimpleNamespace(__version__="0.7.0")
-attempt("fla", interpreter.load_fla)
-del sys.modules["fla"]
+with_attribute(interpreter.metadata, "version", lambda name: "0.7.0", interpreter.load_fla)
 interpreter.install()
 attempt("patched", interpreter.self_check)
 truncate = lambda values: (np.ascontiguousarray(values, np.float32).view(np.uint32) >> 16).astype(np.uint16)
@@ -74,7 +71,7 @@ def test_changed_releases_are_refused():
     assert "needs Triton 3.7 or later, not 3.6.0" in found["triton.__version__"]
     assert "has changed the interpreter's create_dot" in found["InterpreterBuilder.create_dot"]
     assert "has changed the interpreter's _patch_lang" in found["triton.runtime.interpreter._patch_lang"]
-    assert "not 0.7.0" in found["fla"]
+    assert "not 0.7.0" in found["importlib.metadata.version"]
     assert found["patched"] == "accepted"
     assert "computes wrongly" in found["taugate.numerics.interpreter.encode"]
     assert "cast to bfloat16" in found["taugate.numerics.interpreter.encode"]

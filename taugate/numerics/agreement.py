@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from taugate.numerics.budgets import Agreement, Budgets, check
 from taugate.numerics.cases import Case, Run, expected, run_case
 from taugate.numerics.kernels import Kernels
-from taugate.numerics.measures import relative_error, token_maximum
+from taugate.numerics.measures import cosine_gap, relative_error, token_maximum
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -17,10 +17,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Measured:
-    """Errors of one path in one case: quantity → relative error, and the index of the worst token."""
+    """Errors of one path in one case: quantity → relative error, the index of the worst token, and the largest 1 − cos
+    of a head's output, which is reported and never judged."""
 
     errors: dict[str, float]
     worst_token: int
+    cosine_gap: float
 
 
 def measure(out: Tensor, state: Tensor | None, want_out: Tensor, want_state: Tensor) -> Measured:
@@ -29,7 +31,7 @@ def measure(out: Tensor, state: Tensor | None, want_out: Tensor, want_state: Ten
     errors = {"output": relative_error(out, want_out), "token": token.error}
     if state is not None:
         errors["state"] = relative_error(state, want_state)
-    return Measured(errors, token.index)
+    return Measured(errors, token.index, cosine_gap(out, want_out))
 
 
 def core(case: Case, run: Run, dtype: str, seed: int, device: str = "cpu") -> Measured:

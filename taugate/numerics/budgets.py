@@ -8,7 +8,7 @@ the ratio of their errors against that same reference (unit "ratio").
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -93,7 +93,7 @@ class Budgets:
                     raise ConfigError(f"numerics.budget.{name} sets {' '.join(key)} a second time")
                 self._all[key] = Budget(*key, limit, rule.unit, rule.reason, rule.date.isoformat())
 
-    def __iter__(self) -> Iterable[Budget]:
+    def __iter__(self) -> Iterator[Budget]:
         return iter(self._all.values())
 
     def find(self, level: str, what: str, dtype: str, path: str) -> Budget:

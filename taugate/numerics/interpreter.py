@@ -16,12 +16,14 @@ to 3.9 get wrong for these kernels, and what `install` does about it:
 from __future__ import annotations
 
 import builtins
-import importlib
+import importlib.util
 import inspect
 import math
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib import metadata
 from types import SimpleNamespace
 from typing import Any
 
@@ -84,10 +86,14 @@ def install() -> None:
 
 def load_fla() -> Any:
     """fla's package of gated delta rule operations with its kernels patched. Raises KernelPathError for another fla."""
-    import fla
-
-    if not fla.__version__.startswith(FLA):
-        raise KernelPathError(f"the interpreter is checked with fla {FLA}x, not {fla.__version__}; install that one")
+    version = metadata.version("fla-core")
+    if not version.startswith(FLA):
+        raise KernelPathError(f"the interpreter is checked with fla {FLA}x, not {version}; install that one")
+    for name in ("fla", "fla.ops"):  # bare packages: what these two import takes longer than all the kernels
+        spec = importlib.util.find_spec(name)
+        assert spec and spec.submodule_search_locations
+        package = sys.modules[name] = importlib.util.module_from_spec(spec)
+        package.__version__ = version  # type: ignore[attr-defined]
     ops = importlib.import_module("fla.ops.gated_delta_rule")
     for name, needed in (
         ("fla.ops.common.chunk_delta_h", "i_t.to("),
@@ -95,7 +101,7 @@ def load_fla() -> Any:
     ):
         module = importlib.import_module(name)
         if needed not in inspect.getsource(module):
-            raise KernelPathError(f"fla {fla.__version__} has no {needed!r} in {name}; the interpreter must be adapted")
+            raise KernelPathError(f"fla {version} has no {needed!r} in {name}; the interpreter must be adapted")
         module.range = _range  # type: ignore[attr-defined]
         if hasattr(module, "SOLVE_TRIL_DOT_PRECISION"):  # "ieee" without a GPU; what a GPU uses is emulated, or not
             module.SOLVE_TRIL_DOT_PRECISION = tl.constexpr("tf32")
