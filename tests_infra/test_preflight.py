@@ -161,6 +161,14 @@ def test_other_managers_are_refused_with_the_reason(changes, name, said):
     assert check.word == "RED" and said in check.detail and len(check.remedy) > 40
 
 
+def test_a_host_without_systemd_is_refused_with_every_other_answer_given():
+    gone = (127, "")
+    checks = checked(Box({"systemctl": gone, "env": gone}))
+    check = checks["systemd"]
+    assert check.word == "RED" and "containers, Kubernetes pods and Slurm jobs are not borrowed" in str(check)
+    assert checks["model"].ok and checks["no MIG"].ok
+
+
 def test_jobs_of_a_dead_window_are_told_and_no_obstacle():
     box = Box({"env": "lease=\nrestoring=\nquarantine=\njob=taugate-job-w0-1.service\n"})
     check = checked(box)["no job left over"]

@@ -19,6 +19,7 @@ from taugate.host.managers import manager_checks
 from taugate.host.record import WindowSettings
 from taugate.host.serving import serving_checks
 from taugate.host.status import lease_state
+from taugate.host.transport import last_line
 from taugate.host.unit import COMMAND_DEADLINE_S, UnitState, show_properties
 
 MIN_SYSTEMD = 249
@@ -113,7 +114,10 @@ def _asked(group: Callable[[], Iterator[Check]]) -> list[Check]:
 
 
 def _starts(host: Host) -> dict[str, str]:
-    return show_properties(host.transport, host.unit.name, "NRestarts,InvocationID")
+    try:
+        return show_properties(host.transport, host.unit.name, "NRestarts,InvocationID")
+    except HostError:
+        return {}  # other questions are red then
 
 
 def _steady(host: Host, began: dict[str, str]) -> Iterator[Check]:
@@ -123,11 +127,12 @@ def _steady(host: Host, began: dict[str, str]) -> Iterator[Check]:
 
 
 def _systemd(host: Host) -> Iterator[Check]:
-    done = host.transport.run(["systemctl", "--version"], deadline=COMMAND_DEADLINE_S).check("asking systemd's version")
+    done = host.transport.run(["systemctl", "--version"], deadline=COMMAND_DEADLINE_S)
     found = re.match(r"systemd (\d+)", done.stdout)
     version = int(found[1]) if found else 0
-    remedy = f"systemd {MIN_SYSTEMD} or newer is needed"
-    yield Check("systemd", version >= MIN_SYSTEMD, done.stdout.partition("\n")[0] or "no answer", remedy)
+    detail = done.stdout.partition("\n")[0] or last_line(done.stderr) or "no answer"
+    remedy = f"systemd {MIN_SYSTEMD} or newer is needed: containers, Kubernetes pods and Slurm jobs are not borrowed"
+    yield Check("systemd", version >= MIN_SYSTEMD, detail, remedy)
 
 
 def _unit(name: str, state: UnitState, window: WindowSettings) -> Iterator[Check]:
