@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from taugate.numerics.budgets import Agreement, Budgets
 from taugate.numerics.discriminate import FAULT_SEED, SUITES
 from taugate.numerics.kernels import Kernels
-from taugate.target.agreement import judge_level
+from taugate.target.agreement import LEVELS, judge_level
 from taugate.target.faults import CASES, FAULTS, ModelCase, ModelFault
 from taugate.target.levels import Comparison
 from taugate.target.paths import on_path
@@ -64,11 +64,12 @@ class Bench:
             self._clean[key] = comparison
         return comparison
 
-    def judged(self, case: ModelCase, level: str, dtype: str, seed: int, fault: ModelFault | None = None) -> Agreement:
-        """The measure of the level that is furthest into or beyond its budget."""
+    def judged(
+        self, case: ModelCase, level: str, dtype: str, seed: int, fault: ModelFault | None = None
+    ) -> list[Agreement]:
+        """Every measure of the level beside its budget."""
         found = self.run(case, level, dtype, seed, fault)
-        agreements = judge_level(found, level, self._budgets, f"{case.name}, seed {seed}")
-        return max(agreements, key=lambda agreement: agreement.value / agreement.budget.limit)
+        return judge_level(found, level, self._budgets, f"{case.name}, seed {seed}")
 
     def _model(self, case: ModelCase, dtype: str, seed: int) -> tuple[Any, Reference]:
         key = (id(case.sizes), dtype, seed)
@@ -82,7 +83,11 @@ def discriminate(bench: Bench, suites: bool = True) -> Iterator[Outcome]:
     """Every fault, clean and faulty on the same inputs. suites: also ask what others would have said of the tensors."""
     for fault in FAULTS:
         clean, faulty = (
-            bench.judged(fault.case, fault.level, fault.dtype, FAULT_SEED, which) for which in (None, fault)
+            max(
+                bench.judged(fault.case, fault.level, fault.dtype, FAULT_SEED, which),
+                key=lambda agreement: agreement.value / agreement.budget.limit,
+            )
+            for which in (None, fault)
         )
         yield Outcome(fault, clean, faulty, tuple(_missed(bench, fault)) if suites else ())
 
@@ -99,11 +104,9 @@ def _missed(bench: Bench, fault: ModelFault) -> Iterator[str]:
 
 
 def false_alarms(bench: Bench, seeds: Sequence[int]) -> Iterator[Agreement]:
-    """Every case at both levels in every precision, without any fault: the measures that exceed their budget."""
+    """Every case at every level in every precision, without any fault: the measures that exceed their budget."""
     for seed in seeds:
         for case in CASES:
-            for level in ("layer", "propagated"):
+            for level in LEVELS:
                 for dtype in DTYPES:
-                    agreement = bench.judged(case, level, dtype, seed)
-                    if not agreement.ok:
-                        yield agreement
+                    yield from (a for a in bench.judged(case, level, dtype, seed) if not a.ok)
