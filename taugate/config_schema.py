@@ -164,7 +164,17 @@ class Statistics(Section):
     min_prompts: Annotated[Whole, Field(ge=2)] = 30
 
 
+def _here(value: str) -> str:
+    if value == "host":
+        raise ValueError(
+            "drafters cannot be replayed on the host yet; leave it out: the head bundle is fetched here once per target, "
+            "and an interrupted fetch goes on where it was"
+        )
+    return value
+
+
 class Replay(Section):
+    where: Annotated[Literal["here", "host"], AfterValidator(_here)] = "here"
     device: Text = "auto"
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     anchors: Annotated[Whole, Field(ge=1)] = 32

@@ -170,6 +170,7 @@ MISTAKES = {
         "line 3: numerics.budget.x.limits.output = -1: ",
     ),
     "unknown key of a budget": ("[numerics.budget.x]\nlimit = 2", "unknown key numerics.budget.x.limit; did you"),
+    "replay on the host": ('[replay]\nwhere = "host"', "line 2: replay.where = 'host': drafters cannot be replayed on"),
     "empty rule": ("[[gate]]", "line 1: gate.0: needs min_tau"),
     "one bracket": ("[gate]\nmin_tau = 3", "double brackets"),
     "true as a number": ("[completions]\nlimit = true", "must be a number"),
