@@ -59,6 +59,21 @@ def test_layers_of_27b_alone_and_in_a_row(big, kernels, budgets, evidence):
 
 
 @numerics(level="propagated")
+@pytest.mark.parametrize("path", ["torch", "fla"])
+def test_three_runs_of_27b_layers_give_the_same_bits(path, big, kernels, evidence):
+    import torch
+
+    from taugate.numerics.measures import repeatable
+    from taugate.target.paths import on_path
+    from taugate.target.trace import trace
+
+    ids = torch.randint(1, 1024, (1, 300), generator=torch.Generator().manual_seed(SEED)).tolist()
+    with on_path(big[0], path, kernels, "bf16"):
+        assert repeatable(lambda: trace(big[0], ids).outputs, times=3)
+    evidence.add({"type": "agreement", "level": "propagated", "what": "3 runs bit-equal", "path": path, "layers": 4})
+
+
+@numerics(level="propagated")
 def test_prefill_in_parts_and_decoding_at_27b(big, kernels, budgets, evidence):
     """300 tokens in two parts and eight one by one are as near to float64 as the layers in one go."""
     import torch

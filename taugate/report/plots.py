@@ -75,6 +75,8 @@ def error_by_layer(divergences: Sequence[Record], what: str) -> str:
             label = f"budget of {record['path']}"
             axes.axhline(limit, color=_colour(number), linestyle="dashed", linewidth=1, label=label)
     axes.set_yscale("log")
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter("{x:g}")
     axes.set_xlabel("layer")
     axes.set_ylabel("error against float64, f")
     axes.set_title(f"{what}, {divergences[0]['target']}, {divergences[0]['dtype']}", fontsize=9)
