@@ -167,8 +167,8 @@ class Statistics(Section):
 def _here(value: str) -> str:
     if value == "host":
         raise ValueError(
-            "drafters cannot be replayed on the host yet; leave it out: the head bundle is fetched here once per target, "
-            "and an interrupted fetch goes on where it was"
+            "drafters cannot be replayed on the host yet; leave it out: the head bundle is fetched here once per "
+            "target, and an interrupted fetch goes on where it was"
         )
     return value
 

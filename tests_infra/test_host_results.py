@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from filelock import FileLock
 from safetensors.torch import load_file, save_file
 
 from taugate.errors import CheckpointError, HostError, StoreError
 from taugate.host.ssh import SshTransport
+from taugate.pipeline.states import _producing
+from taugate.polling import poll
 from taugate.target.head import HeadStore, read_bundle, write_bundle
+from taugate.target.here import LOCK
 from taugate.target.store import FINAL_HIDDEN
 from tests_infra import checkpoints
 from tests_infra.gatehost import acquired, configured, stub_host
@@ -46,6 +52,24 @@ def test_a_fetch_that_failed_costs_no_second_window(tmp_path, monkeypatch):
             assert origin["kernels"]["path"] == "torch" and origin["host"]
         assert not list((Path(embedded.info.work_dir) / "captures").iterdir()), "what was fetched is gone from there"
         assert data.head().head.shape[0] == data.target.vocab_size
+
+
+def test_one_process_produces_and_the_others_wait_and_say_so(tmp_path):
+    """FileLock only for producing: who comes second is told, and goes on when the first is done."""
+    said, inside = [], threading.Event()
+    survey = SimpleNamespace(cache=tmp_path, say=said.append)
+
+    def second():
+        with _producing(survey):
+            inside.set()
+
+    with FileLock(tmp_path / LOCK):
+        other = threading.Thread(target=second)
+        other.start()
+        poll(lambda: bool(said), deadline=10, what="a word of the second process", interval=0.05)
+        assert said == [f"another process captures into {tmp_path}; waiting for its end"] and not inside.is_set()
+    other.join(10)
+    assert inside.is_set()
 
 
 @pytest.fixture(scope="module")
