@@ -150,6 +150,15 @@ def test_unit_state_is_read_by_key():
         Unit(Script({"systemctl show": (1, "", "bus is down")}), "a.service").show()
 
 
+def test_the_last_start_is_read_from_the_journal_or_unknown():
+    line = '{"__MONOTONIC_TIMESTAMP":"95500000","MESSAGE":"The server is fired up and ready to roll!"}\n'
+    shown = {"systemctl show": "ActiveEnterTimestampMonotonic=40000000\n"}
+    assert Unit(Script({"journalctl": line} | shown), "a.service").last_start_s() == 55.5
+    earlier = line.replace("95500000", "30000000")
+    for answer in ("", (127, "", "journalctl: not found"), "-- no entries --", "{}", "[]", earlier):
+        assert Unit(Script({"journalctl": answer} | shown), "a.service").last_start_s() is None
+
+
 def test_unit_pids_never_hold_zero_or_one():
     unit = Unit(Script({"find": "0\n1\n7\n8\n"}), "a.service", "/cg/")
     assert unit.pids("/system.slice/a.service") == {7, 8}

@@ -36,6 +36,13 @@ def call(host, capsys, tmp_path, monkeypatch):
     return call
 
 
+def test_the_journal_tells_how_long_the_last_start_took(host):
+    with connect(host.settings()) as reached:
+        seconds, source = reached.start_estimate()
+        assert 0.1 < seconds < 20 and source == "the host's journal of the last start"
+        assert reached.start_estimate(7.0) == (7.0, "measured by the last window")
+
+
 def test_status_and_plan_of_a_host_that_serves_change_nothing(host, call):
     before = host.show()["InvocationID"]
     code, out, _ = call("status")

@@ -80,11 +80,14 @@ class Host:
     def start_estimate(self, last_start_s: float | None = None) -> tuple[float, str]:
         """(seconds, source) that a start of the server is expected to take.
 
-        last_start_s: seconds measured by an earlier window, if known. Otherwise the server's own account of
-        its last start, otherwise DEFAULT_START_S. Raises HostError if the server does not answer.
+        last_start_s: seconds measured by an earlier window, if known. Otherwise what the host's journal says of
+        the last start, otherwise the server's own account of it (which leaves out what was before its first weight),
+        otherwise DEFAULT_START_S. Raises HostError if the server does not answer.
         """
         if last_start_s:
             return last_start_s, "measured by the last window"
+        if seen := self.unit.last_start_s():
+            return seen, "the host's journal of the last start"
         told = self.server.startup_seconds()
         return (told, "the server's own last start") if told else (DEFAULT_START_S, "assumed, nothing is known")
 

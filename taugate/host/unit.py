@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 import posixpath
 import re
 from dataclasses import dataclass
 
 from taugate.errors import HostError
-from taugate.host.transport import Transport
+from taugate.host.transport import Transport, last_line
 
 _NAME = re.compile(r"[A-Za-z0-9:_.\\@-]+\.(service|scope|timer)")
 _PROPERTIES = (
@@ -21,6 +22,7 @@ _SPAN_SECONDS = {
     "d": 86400.0, "w": 604800.0, "month": 2629800.0, "y": 31557600.0,
 }  # fmt: skip
 COMMAND_DEADLINE_S = 20.0
+_READY = "The server is fired up and ready to roll"
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,21 @@ class Unit:
             unit_file_state=values.get("UnitFileState", ""),
             invocation_id=values.get("InvocationID", ""),
         )
+
+    def last_start_s(self) -> float | None:
+        """Seconds from its last start to SGLang's word that it is ready; None if the journal does not tell.
+
+        Raises HostError.
+        """
+        argv = ["journalctl", "-q", "-b", "-u", self.name, "-o", "json", "-n", "1", "-g", _READY]
+        done = self._transport.run(argv, deadline=COMMAND_DEADLINE_S)
+        began = show_properties(self._transport, self.name, "ActiveEnterTimestampMonotonic")
+        try:
+            said = int(json.loads(last_line(done.stdout))["__MONOTONIC_TIMESTAMP"])
+            seconds = (said - int(began["ActiveEnterTimestampMonotonic"])) / 1e6
+        except (ValueError, KeyError, TypeError):
+            return None  # another log, no rights to read this one, or an older journalctl
+        return seconds if seconds > 0 else None  # what it said at an earlier start does not count
 
     def pids(self, control_group: str | None = None) -> frozenset[int]:
         """The processes in the unit's control group and below.
