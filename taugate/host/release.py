@@ -18,6 +18,9 @@ from taugate.host.record import WindowSettings
 from taugate.host.unit import COMMAND_DEADLINE_S, UnitState
 from taugate.polling import poll
 
+# Measured on an H200 (benchmarks/gpu_teardown.py): 2 or 40 GiB were gone 0.3 s after SIGTERM or SIGKILL, idle or in
+# a kernel, the process's entry after 0.4 s, and 0 MiB stayed; one look takes 0.08 to 0.23 s. What waits longer than
+# escalate_after_s is therefore no teardown. The floor leaves room for desktops and persistence.
 _FLOOR_MIB = 1024
 _FLOOR_SHARE = 0.03
 _EQUAL_MIB = 16  # two readings that agree this well are equal: desktops and daemons move a little
