@@ -16,6 +16,7 @@ from torch import Tensor
 
 from taugate.drafter.cached import LARGEST_TREE, Verifier
 from taugate.drafter.device import Fetched
+from taugate.drafter.popkernel import pop_numbers_there, scores_there
 from taugate.drafter.rowstats import row_stats, top_values
 from taugate.drafter.tree import best, expected_depth, pop_numbers, scores
 from taugate.errors import EvidenceError
@@ -70,38 +71,37 @@ class Condensed:
     """
 
     def __init__(self, drafts: Drafts, verifiers: Sequence[Verifier], predict: bool = False) -> None:
-        self.logits, self.verifiers = drafts.logits, verifiers
+        self.drafts, self.verifiers, self.predict = drafts, verifiers, predict
         self.trees = [v for v in verifiers if v.kind == "ddtree"]
-        self.predict = predict
         # Most questions are settled by the best few of each slot; the rest gets lists as long as the largest tree.
         self.width = max([NARROW, *(v.size for v in self.trees if predict)])
-        ranks, lists = None, {}
+        self.longest = min(LARGEST_TREE, drafts.logits.shape[-1])
+        lists: dict[str, Tensor] = {}
         if self.trees or any(v.kind == "topk" for v in verifiers):
-            ranks, lists = _ranks_and_lists(drafts, self.width if self.trees else 0)
-            lists["ranks"] = ranks
+            self._rank()
+            lists["ranks"] = self.ranks
         if any(v.kind == "chain" for v in verifiers):
-            lists["right"] = _right(drafts, ranks)
-        self.host = Fetched(slots=drafts.slots, **lists)
+            lists["right"] = _right(drafts, lists.get("ranks"))
+        if self.trees:
+            logprobs = self._logprobs(slice(None), self.width)
+            lists["pops"], lists["unknown"] = self._pops(slice(None), logprobs)
+            lists["total"] = self.total
+            if predict:
+                lists |= {"logprobs": logprobs, "slots": drafts.slots}
+        self.host = Fetched(**lists)
 
     def judge(self) -> Judged:
         """Raises EvidenceError for logits that are not finite."""
-        host, trees = self.host, self.trees
-        pops, predicted = None, {}
-        if trees:
-            slots, ranks = host["slots"], host["ranks"]
-            logprobs = host["top"].astype(np.float64) - host["total"][..., None]
-            if not np.isfinite(host["total"]).all():
-                raise EvidenceError("the drafter's logits are not finite; its weights or the states are damaged")
-            pops, unknown = pop_numbers(scores(logprobs, slots), ranks, LARGEST_TREE)
-            longest = min(LARGEST_TREE, self.logits.shape[-1])
-            if self.width < longest and unknown.any():
-                rows = np.flatnonzero(unknown)
-                lists = host.beside(lambda: _longest(self.logits, rows, longest))
-                logprobs_there = lists.astype(np.float64) - host["total"][rows, :, None]
-                pops[rows] = pop_numbers(scores(logprobs_there, slots[rows]), ranks[rows], LARGEST_TREE)[0]
+        host, pops, predicted = self.host, None, {}
+        if self.trees:
+            _sound(host["total"])
+            pops, unknown = host["pops"], host["unknown"]
+            if self.width < self.longest and unknown.any():
+                rows = torch.from_numpy(np.flatnonzero(unknown))
+                pops[unknown] = host.beside(lambda: self._again(rows.to(self.ranks.device)))
             if self.predict:
-                sums = expected_depth(logprobs, [v.size for v in trees], slots)
-                predicted = {v.name: sums[:, column] for column, v in enumerate(trees)}
+                sums = expected_depth(host["logprobs"], [v.size for v in self.trees], host["slots"])
+                predicted = {v.name: sums[:, column] for column, v in enumerate(self.trees)}
         accepted = {}
         for verifier in self.verifiers:
             if verifier.kind == "chain":
@@ -112,35 +112,58 @@ class Condensed:
                 accepted[verifier.name] = (pops <= verifier.size).sum(1)
         return Judged(accepted, pops, predicted)
 
+    def _rank(self) -> None:
+        """ranks [R, L] of the true tokens, -1 without one; total [R, L], log Σ exp of all logits; and where the best
+        of each row are, in the form that is of use on this device.
+        """
+        logits, truth = self.drafts.logits.flatten(0, 1), self.drafts.truth.flatten()
+        if logits.is_cuda:
+            ranks, total, self.best = row_stats(logits, truth)
+        else:
+            self.best = torch.from_numpy(best(_numbers(logits), self.width).copy())
+            ranks = torch.from_numpy(_ranks(_numbers(logits), truth.numpy(), self.best.numpy()))
+            # Of torch's ways to a normaliser the softmax is the fastest: its largest value is exp(peak - total).
+            total = self.best[:, 0] - logits.float().softmax(-1).amax(-1).log()
+            _sound(total.numpy())
+        shape = self.drafts.truth.shape
+        self.ranks, self.total, self.best = ranks.view(shape), total.view(shape), self.best.unflatten(0, shape)
+
+    def _logprobs(self, rows: slice | Tensor, count: int) -> Tensor:
+        """The `count` largest log-probabilities of each slot of `rows`, float64, descending."""
+        logits, known = self.drafts.logits[rows], self.best[rows]
+        if logits.is_cuda:
+            top = top_values(logits.flatten(0, 1), known.flatten(0, 1), count).unflatten(0, logits.shape[:2])
+        elif count <= known.shape[-1]:
+            top = known
+        else:
+            top = torch.from_numpy(best(_numbers(logits), count).copy())
+        return top.double() - self.total[rows][..., None].double()
+
+    def _pops(self, rows: slice | Tensor, logprobs: Tensor) -> tuple[Tensor, Tensor]:
+        """Pop numbers [rows, L], and which rows need longer lists."""
+        slots, ranks = self.drafts.slots[rows], self.ranks[rows]
+        if logprobs.is_cuda:
+            return pop_numbers_there(scores_there(logprobs, slots), ranks, LARGEST_TREE)
+        found, unknown = pop_numbers(scores(logprobs.numpy(), slots.numpy()), ranks.numpy(), LARGEST_TREE)
+        return torch.from_numpy(found), torch.from_numpy(unknown)
+
+    def _again(self, rows: Tensor) -> Tensor:
+        return self._pops(rows, self._logprobs(rows, self.longest))[0]
+
 
 def judge(drafts: Drafts, verifiers: Sequence[Verifier], predict: bool = False) -> Judged:
     """Judge every block by every verifier. Raises EvidenceError for logits that are not finite."""
     return Condensed(drafts, verifiers, predict).judge()
 
 
+def _sound(total: Array) -> None:
+    if not np.isfinite(total).all():
+        raise EvidenceError("the drafter's logits are not finite; its weights or the states are damaged")
+
+
 def _run(ok: Array) -> Array:
     """Length [R] of the leading run of True in each row of `ok` [R, L]."""
     return np.logical_and.accumulate(ok, axis=1).sum(1)
-
-
-def _ranks_and_lists(drafts: Drafts, width: int) -> tuple[Tensor, dict[str, Tensor]]:
-    """Rank [R, L] of the true token in its slot, -1 without one; and if `width`, the best logits `top` [R, L, width]
-    with log Σ exp of all, `total` [R, L].
-    """
-    logits, truth = drafts.logits.flatten(0, 1), drafts.truth.flatten()
-    shape = drafts.truth.shape
-    if logits.is_cuda:
-        ranks, total, maxima = row_stats(logits, truth)
-        top = top_values(logits, maxima, width) if width else None
-    else:
-        numbers = _numbers(logits)
-        top = torch.from_numpy(best(numbers, width or NARROW).copy())
-        ranks = torch.from_numpy(_ranks(numbers, truth.numpy(), top.numpy()))
-        # Of torch's ways to a normaliser the softmax is the fastest: its largest value is exp(peak - total).
-        total = top[:, 0] - logits.float().softmax(-1).amax(-1).log()
-        top = top if width else None
-    lists = {} if top is None else {"top": top.unflatten(0, shape), "total": total.view(shape)}
-    return ranks.view(shape), lists
 
 
 def _ranks(logits: Array, truth: Array, top: Array) -> Array:
@@ -156,14 +179,6 @@ def _ranks(logits: Array, truth: Array, top: Array) -> Array:
 
 def _numbers(logits: Tensor) -> Array:
     return logits.float().numpy()
-
-
-def _longest(logits: Tensor, rows: Array, count: int) -> Tensor:
-    """The `count` largest logits, descending, of each slot of `rows`."""
-    some = logits[torch.from_numpy(rows).to(logits.device)].float()
-    if logits.is_cuda:
-        return some.topk(count, dim=-1).values
-    return torch.from_numpy(best(_numbers(some), count).copy())
 
 
 def overlaps(

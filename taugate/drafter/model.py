@@ -273,8 +273,8 @@ class Drafter(nn.Module):
         """
         self._check("head", head)
         pruned = self.config.draft_vocab_size is not None
-        # One product of all rows: a slice of three dimensions would be multiplied sequence by sequence, each against the
-        # whole head, eight times as slow on a GPU.
+        # One product of all rows: a slice of three dimensions would be multiplied sequence by sequence, each against
+        # the whole head, eight times as slow on a GPU.
         rows = hidden.reshape(-1, hidden.shape[-1])
         out = functional.linear(rows, self.lm_head.weight if pruned else head).unflatten(0, hidden.shape[:-1])
         if self.config.output_multiplier != 1.0:  # a pass over all logits, so not for nothing

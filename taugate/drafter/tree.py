@@ -21,9 +21,9 @@ import numpy as np
 Array = np.ndarray[Any, Any]
 
 UNIT = 2.0**-32
-_LOWEST = 2**43  # of one slot, in units: a log-probability of -2048, below anything a softmax tells apart
+LOWEST = 2**43  # of one slot, in units: a log-probability of -2048, below anything a softmax tells apart
 _ROW = 2**44  # distance of two rows' keys in one sorted array
-_ABSENT = 1 - _ROW  # score in a slot that a cut block does not have; no node reaches it
+ABSENT = 1 - _ROW  # score in a slot that a cut block does not have; no node reaches it
 
 
 def scores(logprobs: Array, slots: Array | None = None) -> Array:
@@ -31,9 +31,9 @@ def scores(logprobs: Array, slots: Array | None = None) -> Array:
 
     slots [R]: how many of the L slots each row's block really drafts; the others hold no nodes.
     """
-    out = np.rint(np.maximum(logprobs, -_LOWEST * UNIT) / UNIT).astype(np.int64)
+    out = np.rint(np.maximum(logprobs, -LOWEST * UNIT) / UNIT).astype(np.int64)
     if slots is not None:
-        out[np.arange(out.shape[1]) >= slots[:, None]] = _ABSENT
+        out[np.arange(out.shape[1]) >= slots[:, None]] = ABSENT
     return out
 
 

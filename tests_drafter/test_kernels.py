@@ -1,0 +1,63 @@
+"""The GPU's own kernels, run by Triton's interpreter: the same numbers as slow code and as the host's way to them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+SCRIPT = """
+import numpy as np, torch
+from taugate.drafter.popkernel import pop_numbers_there, scores_there
+from taugate.drafter.rowstats import row_stats, top_values
+from taugate.drafter.tree import pop_numbers, scores
+generator, random = torch.Generator().manual_seed(0), np.random.default_rng(0)
+
+for vocabulary, dtype in ((4096, torch.float32), (9000, torch.bfloat16), (300, torch.float32)):
+    logits = (torch.randn(12, vocabulary, generator=generator) * 4).to(dtype)
+    logits[3] = logits[3].round()  # ties
+    logits[5, : vocabulary // 2] = float("-inf")  # a pruned vocabulary
+    truth = torch.randint(0, vocabulary, (12,), generator=generator)
+    truth[2], truth[4] = -1, int(logits[4].argmax())
+    ranks, totals, peaks = row_stats(logits, truth)
+    order = logits.float().sort(dim=-1, descending=True, stable=True)
+    wanted = (order.indices == truth[:, None]).int().argmax(-1)
+    wanted[2] = -1
+    assert ranks.tolist() == wanted.tolist(), (vocabulary, ranks.tolist(), wanted.tolist())
+    assert ((totals - logits.float().logsumexp(-1)).abs() < 1e-5).all()
+    for count in (8, 128):
+        assert torch.equal(top_values(logits, peaks, count), order.values[:, :count])
+logits[0, 7] = float("nan")
+ranks, totals, _ = row_stats(logits, torch.zeros(12, dtype=torch.long))
+assert totals[0].isnan() and totals[1:].isfinite().all()
+logits[1, 0] = float("nan")
+assert row_stats(logits, torch.zeros(12, dtype=torch.long))[0][1] >= 64, "what is not a number is no right answer"
+
+seen = set()
+shapes = (6, 4, 4, 40, True), (6, 5, 6, 64, True), (4, 7, 30, 100, False), (5, 3, 8, 16, False)
+for rows, levels, width, limit, ties in shapes:
+    size = rows, levels, width
+    costs = random.integers(0, 3, size).astype(float) if ties else random.exponential(1.5, size)
+    logprobs = -np.sort(costs, axis=2)
+    slots = random.integers(max(1, levels - 2), levels + 1, rows)
+    path = np.minimum(random.geometric(0.5, (rows, levels)) - 1, width + 2)
+    path[np.arange(levels) >= slots[:, None]] = -1
+    wanted, short = pop_numbers(scores(logprobs, slots), path, limit)
+    there = scores_there(torch.from_numpy(logprobs), torch.from_numpy(slots))
+    found, unknown = pop_numbers_there(there, torch.from_numpy(path), limit)
+    assert found.tolist() == wanted.tolist() and unknown.tolist() == short.tolist(), (rows, levels)
+    seen |= set(wanted.ravel().tolist())
+assert len(seen) > 15, seen
+"""
+
+
+@pytest.mark.drafter
+def test_kernels_give_what_slow_code_gives():
+    pytest.importorskip("triton", reason="Triton comes with PyTorch for GPUs")
+    ran = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", SCRIPT],
+        env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=200,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr[-2000:]
