@@ -15,6 +15,7 @@ from taugate.host.gpus import Gpu
 from taugate.host.host import connect
 from taugate.host.record import WindowSettings
 from taugate.host.window import Window
+from taugate.polling import poll
 
 ROOM = Ceiling(mib=1000, spare_mib=100, patience_s=1.0)
 LONG = ["sh", "-c", "echo working; exec sleep 30"]
@@ -139,6 +140,18 @@ def test_without_its_client_the_host_ends_the_job_and_leaves_the_server_alone(ho
     with pytest.raises(LeaseLost):
         window.close()
     assert host.show()["InvocationID"] == before and host.serves()
+
+
+def test_the_host_does_not_start_a_server_that_an_operator_has_stopped(host, reached):
+    window = window_on(reached, ttl_s=1.0)
+    window.open()
+    window._renewer.stop()
+    host.inside("systemctl", "stop", SERVICE)
+    gone = lambda: host.show("taugate-window.timer")["LoadState"] == "not-found"  # noqa: E731
+    poll(gone, deadline=10, what="the end of the lease")
+    with pytest.raises(LeaseLost):
+        window.close()
+    assert reached.unit.show().active == "inactive"
 
 
 def gpu(index, used):
