@@ -125,6 +125,7 @@ def main() -> None:
     parser.add_argument("--pair", type=Path, default=FIXTURES / "qwen3", help="directory with target/ and drafter/")
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=256, help="new tokens per prompt")
+    parser.add_argument("--only", choices=("public", "table", "growth"), help="a part of the rows that need no GPU")
     parser.add_argument("--quick", action="store_true", help="small sizes: does every row run?")
     parser.add_argument(
         "--growth", type=int, nargs=2, metavar=("PROMPTS", "TOKENS"), help="one row of the growth table"
@@ -138,14 +139,19 @@ def main() -> None:
     if args.growth:
         print(json.dumps(growth(*args.growth)))
         return
-    pair = FullAttentionPair.load(args.pair)
     prompts, tokens = (4, 24) if args.quick else (args.prompts, args.tokens)
-    result = against_the_public_tool(pair, prompts, tokens)
-    say("against dflash_generate", result)
-    result |= table_overhead(pair, min(8, prompts), min(96, tokens))
-    say("table", result["table_over_forwards"])
-    sizes = [(2, 16), (4, 16)] if args.quick else [(16, 256), (64, 256), (256, 256), (16, 1024), (16, 4096)]
-    result["growth"] = [in_a_process(*size) for size in sizes]
+    result: dict[str, Any] = {}
+    if args.only != "growth":
+        pair = FullAttentionPair.load(args.pair)
+    if args.only in (None, "public"):
+        result |= against_the_public_tool(pair, prompts, tokens)
+        say("against dflash_generate", result)
+    if args.only in (None, "table"):
+        result |= table_overhead(pair, min(8, prompts), min(96, tokens))
+        say("table", result["table_over_forwards"])
+    if args.only in (None, "growth"):
+        sizes = [(2, 16), (4, 16)] if args.quick else [(16, 256), (64, 256), (256, 256), (16, 1024), (16, 4096)]
+        result["growth"] = [in_a_process(*size) for size in sizes]
     print(json.dumps(result))
 
 

@@ -97,7 +97,7 @@ class AnchorTable:
 
     arrivals: per anchor, the pop number of each prefix of the true continuation (1025 if beyond every tree),
     when trees were asked for: any `ddtree-N` can be read from it. predicted: per tree, Σ q(u) at each anchor.
-    overlap: per anchor and slot Σ min(p, q), where target probabilities were given.
+    overlap: per anchor and slot Σ min(p, q) at `temperature`, where target probabilities were given.
     """
 
     sequence: CachedSequence
@@ -105,6 +105,7 @@ class AnchorTable:
     arrivals: tuple[tuple[int, ...], ...] = ()
     predicted: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     overlap: tuple[tuple[float, ...], ...] = ()
+    temperature: float | None = None
 
     def depth(self, verifier: str, anchor: int) -> int:
         """Drafted tokens that match at `anchor`.

@@ -83,7 +83,7 @@ def anchor_table(
         for v in verifiers
         if predict and v.kind == "ddtree"
     }
-    return AnchorTable(sequence, accepted, arrivals, predicted, tuple(overlap))
+    return AnchorTable(sequence, accepted, arrivals, predicted, tuple(overlap), temperature if overlap else None)
 
 
 def walk_together(

@@ -21,9 +21,9 @@ class Profile:
     shrunk: cycles whose block was drafted short because of the length cap; cut: cycles that the end of the
     text cut. whole, full: cycles that were neither, and those of them that emitted a full block.
     predicted: for a tree, 1 + Σ q(u), what the drafter itself expects, mean over cycles that are whole;
-    realised: the mean that they emitted. overlap: Σ min(p, q) per slot, mean over all anchors, where target
-    states were given; sampled: the tokens that a cycle of rejection sampling emits then, 1 + Σ_k Π_{j≤k} of it, mean
-    over all anchors with whole blocks: each slot in the context of the greedy text, since no other is cached.
+    realised: the mean that they emitted. overlap: Σ min(p, q) per slot at `temperature`, mean over all anchors,
+    where target states were given; sampled: the tokens that a cycle of rejection sampling emits then, 1 + Σ_k Π_{j≤k}
+    of it, mean over all anchors with whole blocks: each slot after the greedy text, since no other is cached.
     """
 
     histogram: tuple[int, ...]
@@ -37,6 +37,7 @@ class Profile:
     realised: float | None = None
     overlap: tuple[float, ...] = ()
     sampled: float | None = None
+    temperature: float | None = None
 
     @property
     def conditional(self) -> tuple[float | None, ...]:
@@ -78,6 +79,7 @@ def profile(tables: Sequence[AnchorTable], verifier: str, block_size: int) -> Pr
         realised=_mean(realised),
         overlap=_overlap(tables),
         sampled=_sampled(tables, block_size),
+        temperature=next((table.temperature for table in tables if table.overlap), None),
     )
 
 

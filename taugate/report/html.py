@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
-from taugate.report import plots
+from taugate.report import drafter_plots, plots
+from taugate.report.drafters import calibration_lines, profile_lines, trend, trend_lines
 from taugate.report.numerics import divergence_lines, effect_lines, grouped
 from taugate.report.table import agreement_lines, measurement_lines, window_lines
 
@@ -58,7 +59,14 @@ def _numbers(measured: Sequence[Record], thresholds: Mapping[str, float]) -> str
     reference = next((m for m in chains if m["drafter"] == "reference"), None)
     if reference:
         drawn += [plots.tau_by_prompt(m, reference) for m in chains if m is not reference]
-    table = escape("\n".join(measurement_lines(measured)))
+    if whole := [m for m in chains if "histogram" in (m.get("profile") or {})]:
+        drawn.append(drafter_plots.tokens_by_cycle(whole))
+    if expecting := [m for m in measured if (m.get("profile") or {}).get("predicted") is not None]:
+        drawn.append(drafter_plots.expected_beside_emitted(expecting))
+    if len(trend(measured)) > 1:
+        drawn.append(drafter_plots.tau_over_checkpoints(measured, thresholds))
+    parts = [lines(measured) for lines in (measurement_lines, profile_lines, calibration_lines, trend_lines)]
+    table = escape("\n\n".join("\n".join(part) for part in parts if part))
     return f'<h2>τ</h2><div class="plots">{"".join(drawn)}</div><pre>{table}</pre>'
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from taugate.report.columns import table
+from taugate.report.drafters import calibration_lines, profile_lines, trend_lines
 from taugate.report.numerics import budget_lines, divergence_lines, effect_lines
 
 Record = Mapping[str, Any]
@@ -21,6 +22,7 @@ def render(records: Iterable[Record]) -> list[str]:
         divergence_lines(_of(records, "divergence")),
         effect_lines(_of(records, "effect")),
         measurement_lines(_of(records, "measurement")),
+        *(lines(_of(records, "measurement")) for lines in (profile_lines, calibration_lines, trend_lines)),
         verdict_lines(_of(records, "verdict")),
     ]
     lines: list[str] = []
