@@ -1,5 +1,5 @@
-"""What only a GPU can run: 32k tokens, the 48 heads and the layer of a 27B model, in the configurations that fla's
-autotuner chooses there."""
+"""What only a GPU can run: 32k tokens and 48 heads, in the configurations that fla's autotuner chooses there, and the
+layer of a 27B model."""
 
 from __future__ import annotations
 
@@ -53,15 +53,14 @@ def test_ten_runs_of_48_heads_give_the_same_bits(path, heads_27b, gpu, evidence)
 
 @numerics(level="layer")
 @pytest.mark.parametrize("family", ["fla", "torch"])
-def test_the_layer_of_a_27b_model(family, gpu, budgets, evidence):
-    from taugate.numerics.agreement import judge, measure
-    from taugate.numerics.kernels import call
+def test_the_layer_of_a_27b_model(family, gpu, kernels, budgets, evidence):
+    from taugate.numerics.agreement import judge, measure, path_runner
     from taugate.numerics.layer import LayerCase, build, expected_layer, run_layer
     from taugate.numerics.reference import GdnShape
 
     case = LayerCase("2048 tokens, hidden 5120", 2048, hidden=5120, shape=GdnShape(16, 48, 128, 128))
     layer = build(case, "bf16", SEED, gpu)
-    paths = [lambda inputs, kind=kind: call(f"{family}-{kind}", inputs) for kind in ("chunk", "recurrent")]
+    paths = [path_runner(kernels, f"{family}-{kind}", "bf16") for kind in ("chunk", "recurrent")]
     errors = measure(run_layer(case, layer, *paths), None, expected_layer(case, layer), None)
     found = judge(errors, budgets, "layer", "bf16", family, case.name)
     for agreement in found:

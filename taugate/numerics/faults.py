@@ -135,7 +135,8 @@ def _a_log_rounded(layer: Layer) -> Layer:
 
 
 def _conv_forgets(cache: Any) -> None:
-    cache.layers[0].conv_states[0].zero_()
+    states = cache.layers[0].conv_states  # one tensor, or (transformers 5.24) several by number
+    (states[0] if isinstance(states, dict) else states).zero_()
 
 
 _LONG = Case("long memory, 3 chunks", 130, "long", value_heads=1)

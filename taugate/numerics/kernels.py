@@ -75,8 +75,12 @@ def call(path: str, inputs: Inputs) -> tuple[Tensor, Tensor]:
         if path in TORCH_PATHS:
             raise KernelPathError(f"{path} cannot keep packed sequences apart; call it for one at a time")
         kwargs["cu_seqlens"] = torch.tensor(inputs.cu_seqlens, dtype=torch.long, device=inputs.q.device)
+    q, k = inputs.q, inputs.k
+    if path in TORCH_PATHS and "num_k_heads" not in function.__code__.co_varnames:
+        # Before it grouped heads by itself (transformers 5.17 does not), the layer around it repeated them.
+        q, k = (x.repeat_interleave(inputs.v.shape[2] // x.shape[2], dim=2) for x in (q, k))
     with torch.no_grad():
-        out, state = function(inputs.q, inputs.k, inputs.v, **kwargs)
+        out, state = function(q, k, inputs.v, **kwargs)
     return out, state
 
 

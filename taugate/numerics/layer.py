@@ -160,7 +160,7 @@ def core_on(chunk: Run, recurrent: Run) -> Iterator[None]:
     runs = {"torch_chunk_gated_delta_rule": chunk, "torch_recurrent_gated_delta_rule": recurrent}
     replaced = {name: core(name, run) for name, run in runs.items()}
     for name in ("causal_conv1d_fn", "causal_conv1d_update"):  # in PyTorch, whatever else is installed
-        replaced[name] = inspect.unwrap(getattr(module, name))
+        replaced |= {name: inspect.unwrap(getattr(module, name))} if hasattr(module, name) else {}
     originals = {name: getattr(module, name) for name in replaced}
     try:
         for name, function in replaced.items():
