@@ -98,7 +98,8 @@ def run_layer(case: LayerCase, layer: Layer, chunk: Run, recurrent: Run) -> Tens
     import torch
 
     module, hidden = layer.module, layer.hidden
-    with torch.no_grad(), core_on(chunk, recurrent):
+    ieee = torch.backends.cudnn.flags(enabled=True, allow_tf32=False)  # its convolutions would take TF32 by default
+    with torch.no_grad(), core_on(chunk, recurrent), ieee:
         if not case.split:
             out = module(hidden, None, _mask(case, hidden) if layer.masked else None)
             out[:1, : case.left_pads] = 0
