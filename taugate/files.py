@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 _CHUNK = 1 << 20
+_FULL = {errno.ENOSPC: "is full", errno.EDQUOT: "is over its quota", errno.EFBIG: "takes no file of this size"}
 
 
 def sha256_file(path: Path, on_read: Callable[[int], None] = lambda count: None) -> str:
@@ -46,6 +48,15 @@ def write_atomic(path: Path, data: bytes | str) -> None:
     except BaseException:
         Path(name).unlink(missing_ok=True)
         raise
+
+
+def disk_full(error: BaseException) -> str | None:
+    """What a failed write says of the disk ("is full", …), or None if the disk is not to blame."""
+    if isinstance(error, OSError):
+        return _FULL.get(error.errno or 0)
+    # safetensors writes in Rust, and gives the number in its text only.
+    known = _FULL.items() if type(error).__name__ == "SafetensorError" else ()
+    return next((text for code, text in known if f"os error {code})" in str(error)), None)
 
 
 def sha256_files(paths: Iterable[Path], root: Path) -> str:

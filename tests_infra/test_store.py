@@ -169,6 +169,26 @@ def test_whenever_it_is_killed_the_old_entry_or_the_new_one_is_there(steps):
             stored = found
 
 
+@pytest.mark.parametrize("at", ["copyfile", "save_file"])
+def test_a_full_disk_is_one_sentence_and_the_old_entry_stays(store, tmp_path, monkeypatch, at):
+    if at == "save_file":
+        adopt(store, tmp_path, ["tap.1"])
+    full = OSError(28, "No space left on device")
+    if at == "save_file":  # the words of safetensors' own error
+        text = "Error while serializing: I/O error: No space left on device (os error 28)"
+        full = safetensors.SafetensorError(text)
+    save_file({"tap.2": torch.zeros(5, 4).bfloat16()}, tmp_path / "new.safetensors")
+
+    def fails(*_):
+        raise full
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil if at == "copyfile" else safetensors.torch, at, fails)
+        with pytest.raises(StoreError, match=f"the disk of {store.root} is full: make room there.* prune"):
+            store.adopt(IDENTITY.key(IDS), tmp_path / "new.safetensors", IDENTITY.fields(IDS), {})
+    assert store.names(IDENTITY.key(IDS)) == ({"tap.1"} if at == "save_file" else set())
+
+
 def test_a_reader_follows_an_entry_that_grows_under_it(store, tmp_path, monkeypatch):
     """meta.json is read, then a writer adds a tap and removes the old file: the reader must not call that damage."""
     adopt(store, tmp_path, ["tap.1"])

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 from filelock import FileLock
 
 from taugate.errors import StoreError
-from taugate.files import sha256_file, sha256_json, write_atomic
+from taugate.files import disk_full, sha256_file, sha256_json, write_atomic
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -148,14 +148,23 @@ class StateStore:
     def adopt(self, key: str, file: Path, fields: Mapping[str, Any], provenance: Mapping[str, Any]) -> None:
         """Add the tensors of a safetensors file to the entry of `key`; tensors that are there already stay.
 
-        An interruption at any moment leaves the old entry or the new one. Raises StoreError if the old one is damaged.
+        An interruption at any moment leaves the old entry or the new one. Raises StoreError if the old one is damaged,
+        and when the disk is full.
         """
-        self._hold(make=True)
-        with FileLock(self.root / _WRITING):
-            if old := self.meta(key):
-                self._extend(key, file, old, provenance)
-            else:
-                self._create(key, file, fields, provenance)
+        try:
+            self._hold(make=True)
+            with FileLock(self.root / _WRITING):
+                if old := self.meta(key):
+                    self._extend(key, file, old, provenance)
+                else:
+                    self._create(key, file, fields, provenance)
+        except Exception as error:
+            if said := disk_full(error):
+                raise StoreError(
+                    f"the disk of {self.root} {said}: make room there, for example with "
+                    "`python -m taugate.target.store prune`; nothing half was kept"
+                ) from error
+            raise
 
     def _create(self, key: str, file: Path, fields: Mapping[str, Any], provenance: Mapping[str, Any]) -> None:
         parent = self.directory(key).parent

@@ -15,7 +15,6 @@ stopped, and a second one does nothing.
 from __future__ import annotations
 
 import argparse
-import errno
 import json
 import os
 import sys
@@ -26,12 +25,11 @@ from pathlib import Path
 from typing import Any
 
 from taugate.errors import JobError, TaugateError
+from taugate.files import disk_full
 from taugate.target.capture import Capture, LayerDone, pick_device
 from taugate.target.kernels import PATHS, kernel_path
 from taugate.target.layout import open_layout
 from taugate.target.results import Results, complete_sequences, read_spec
-
-_FULL = {errno.ENOSPC: "is full", errno.EDQUOT: "is over its quota", errno.EFBIG: "takes no file of this size"}
 
 
 def run(spec: dict[str, Any], out: Path) -> Iterator[dict[str, Any]]:
@@ -101,19 +99,11 @@ def _one_sentence(out: Path, files: dict[str, Any], total: int) -> Iterator[None
         raise
     except Exception as error:
         kept = f"{len(files)} of {total} sequences are captured and stay, and the next run goes on from there"
-        if said := _disk(error):
+        if said := disk_full(error):
             raise JobError(f"the disk of {out} {said}: make room there; {kept}") from error
         if said := _memory(error):
             raise JobError(f"{said}; {kept}") from error
         raise
-
-
-def _disk(error: BaseException) -> str | None:
-    if isinstance(error, OSError):
-        return _FULL.get(error.errno or 0)
-    # safetensors writes in Rust, and gives the number in its text only.
-    known = ((text, code) for code, text in _FULL.items()) if type(error).__name__ == "SafetensorError" else ()
-    return next((text for text, code in known if f"os error {code})" in str(error)), None)
 
 
 def _memory(error: BaseException) -> str | None:
