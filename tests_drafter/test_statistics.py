@@ -8,7 +8,7 @@ import torch
 
 from taugate.drafter.replay import AnchorTable, CachedSequence, Verifier, anchor_table, walk
 from taugate.errors import EvidenceError
-from taugate.gate.interval import detectable
+from taugate.gate.interval import detectable, interval
 from taugate.gate.profile import profile
 from taugate.gate.tau import Bootstrap, detectable_difference, measure, paired_interval
 from taugate.gate.verdict import reference_verdict, threshold_verdict
@@ -75,6 +75,47 @@ def test_the_interval_is_clustered_by_prompt():
     error = np.sqrt(40 / 39 * ((tokens - found.tau * cycles) ** 2).sum()) / cycles.sum()
     assert found.high - found.low == pytest.approx(2 * 1.645 * error, rel=0.2)
     assert found.low < found.tau < found.high
+
+
+def test_the_interval_agrees_with_other_ways_to_a_ratio_of_sums():
+    """Resampling by hand, scipy's bias-corrected bootstrap, and Student's t on the linearised ratio."""
+    from scipy import stats
+
+    rng = np.random.default_rng(3)
+    cycles = rng.integers(10, 60, 80)
+    tokens = cycles + rng.binomial(3 * cycles, rng.beta(4, 3, 80))
+    low, high = interval(tokens.tolist(), cycles.tolist(), BLOCK, Bootstrap(draws=4000))
+    tau, width = tokens.sum() / cycles.sum(), high - low
+    pick = rng.integers(0, 80, (4000, 80))
+    by_hand = np.quantile(tokens[pick].sum(1) / cycles[pick].sum(1), [0.05, 0.95])
+    bca = stats.bootstrap(
+        (tokens, cycles), lambda t, c, axis: t.sum(axis) / c.sum(axis), paired=True, vectorized=True,
+        confidence_level=0.9, n_resamples=4000, rng=np.random.default_rng(1), method="BCa",
+    ).confidence_interval  # fmt: skip
+    error = np.sqrt(80 / 79 * ((tokens - tau * cycles) ** 2).sum()) / cycles.sum()
+    student = tau + stats.t.ppf([0.05, 0.95], 79) * error
+    for other in (by_hand, bca, student):
+        assert [low, high] == pytest.approx(list(other), abs=0.06 * width)
+
+
+def test_the_interval_covers_what_it_promises():
+    """90 of 100 samples of 40 prompts give an interval around the τ of all prompts; a per-cycle one would give half."""
+    rng, hits = np.random.default_rng(5), 0
+    chance = rng.beta(2, 2, 200_000)  # of each prompt's tokens; difficulty differs a lot between prompts
+    true = 1 + 3 * chance.mean()
+    for _ in range(300):
+        cycles = rng.integers(20, 40, 40)
+        tokens = cycles + rng.binomial(3 * cycles, rng.choice(chance, 40))
+        low, high = interval(tokens.tolist(), cycles.tolist(), BLOCK, FEW)
+        hits += low <= true <= high
+    assert stats_binom(300, 0.9, hits) > 1e-3
+
+
+def stats_binom(n, p, k):
+    """Chance of so few hits."""
+    from scipy.stats import binom
+
+    return binom.cdf(k, n, p)
 
 
 def test_the_detectable_difference_is_what_that_many_prompts_show():
