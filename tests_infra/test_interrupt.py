@@ -38,6 +38,7 @@ def test_the_host_serves_again_and_exit_is_2(tmp_path, name, phase):
     assert "interrupted" in suite.findall("testcase")[0].find("error").get("message")
 
 
+@pytest.mark.slow
 def test_a_second_ctrl_c_leaves_at_once_and_the_host_restores_by_itself(tmp_path):
     junit = tmp_path / "gate.xml"
     with stub_host(tmp_path / "host", faults=["slow-start=4"]) as host:

@@ -37,6 +37,15 @@ def slow_setup(server):
     Path("running").touch()
     wait_for("never")
 
+@pytest.fixture
+def window():  # opened, used and closed inside one setup, as the gate's is
+    Path("running").touch()
+    try:
+        wait_for("never")
+    finally:
+        Path("restoring").touch()
+        wait_for("never")
+
 @pytest.mark.gpu_window
 def test_first(server): pass
 
@@ -47,6 +56,10 @@ def test_long(server):
 
 @pytest.mark.slow
 def test_setup(slow_setup): pass
+
+@pytest.mark.slow
+@pytest.mark.gpu_window
+def test_borrowed(window): pass
 """
 
 
@@ -138,6 +151,22 @@ def test_more_signals_during_the_restore_say_so_and_change_nothing(inner, pytest
     code, output = run.finish()
     assert code == pytest.ExitCode.INTERRUPTED, output
     assert run.left("restored")
+    assert run.left("out.xml")
+
+
+def test_a_second_ctrl_c_leaves_the_restore_to_the_host_and_says_so(inner):
+    run = inner("-m", "gpu_window", "-k", "test_borrowed")
+    run.wait_for("running")
+    run.process.send_signal(signal.SIGINT)
+    assert "Ctrl-C once more leaves that to its host" in _read_until(run, "SIGINT: stopping")
+    run.wait_for("restoring")
+    run.process.send_signal(signal.SIGTERM)
+    _read_until(run, "SIGTERM: the server is being restored, please wait")
+    run.process.send_signal(signal.SIGINT)
+    said = _read_until(run, "SIGINT once more: leaving")
+    assert "the dead-man timer on the host stays armed" in said and "at its deadline (window.ttl)" in said
+    code, output = run.finish()
+    assert code == pytest.ExitCode.INTERRUPTED, output
     assert run.left("out.xml")
 
 
