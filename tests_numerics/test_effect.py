@@ -42,7 +42,7 @@ def check(found, budgets, evidence, prompts):
     assert (torch_path.path, fla.path) == ("torch", "fla")
     agreements = judge_ratio(fla, torch_path, budgets, found.target)
     for divergence in found.divergences:
-        limit = limits(divergence.dtype, divergence.path, budgets)
+        limit = limits(divergence.dtype, f"{divergence.path}, shipped target", budgets)
         record = divergence.record(found.target, limit)
         assert max(record["mixer"]) <= limit["mixer"] and max(record["propagated"]) <= limit["propagated"]
         assert divergence.top.flips == 0

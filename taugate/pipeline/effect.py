@@ -189,8 +189,13 @@ def _report(args: argparse.Namespace) -> int:
     effects = found.records()
     print("\n".join([*divergence_lines(divergences), "", *effect_lines(effects)]))
     chain = {(r["drafter"], r["states"]): r["difference"] for r in effects if r["verifier"] == "chain"}
+    torch_path, fla = found.divergences
     summary = {
-        "target": found.target, "dtype": found.dtype, "prompts": len(sequences),
+        "target": found.target, "dtype": found.dtype, "prompts": len(sequences), "tokens": fla.tokens,
+        "mixer_ratio_worst": round(max(a / b for a, b in zip(fla.mixer, torch_path.mixer, strict=True)), 3),
+        "propagated_ratio_worst": round(
+            max(a / b for a, b in zip(fla.propagated, torch_path.propagated, strict=True)), 3
+        ),
         "final_hidden_f": {r["path"]: round(r["final_hidden"], 2) for r in divergences},
         "delta_tau_chain": {f"{drafter} {states}": round(value, 4) for (drafter, states), value in chain.items()},
     }  # fmt: skip

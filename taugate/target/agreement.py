@@ -24,13 +24,11 @@ def judge(found: Comparison, budgets: Budgets, case: str, levels: Sequence[str] 
 def judge_level(found: Comparison, level: str, budgets: Budgets, case: str) -> list[Agreement]:
     """As `judge`, of one level."""
 
-    def at(what: str, value: float, index: int | None = None, where: str = "") -> Agreement:
-        return check(value, budgets.find(level, what, found.dtype, found.path), case + where, index)
+    def at(what: str, value: float, index: int | None = None) -> Agreement:
+        return check(value, budgets.find(level, what, found.dtype, found.path), case, index)
 
     if level == "layer":
-        token, layer = found.worst_token
-        mixer, block = (at(what, *_worst(found.errors(what))) for what in ("mixer", "block"))
-        return [mixer, block, at("mixer token", token.error, token.index, f", layer {layer}")]
+        return [at(what, *_worst(found.errors(what))) for what in ("mixer", "block")]
     if level == "propagated":
         return [at("output", *_worst(found.errors("propagated"))), at("final_hidden", found.errors("final")[0])]
     logits = found.logits()
