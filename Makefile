@@ -46,7 +46,7 @@ test-all: $(STAMP) $(PARITY)
 	$(BIN)/pytest -m gpu_window --profile embedded --junitxml=$(REPORTS)/gate.xml
 
 numerics: $(STAMP)
-	$(BIN)/pytest tests_numerics -m numerics --junitxml=$(REPORTS)/numerics.xml $(ARGS)
+	$(BIN)/pytest tests_numerics -m "numerics and not slow and not gpu_window" --junitxml=$(REPORTS)/numerics.xml $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
