@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from taugate.errors import StoreError
+from taugate.pipeline.imported import imported_dataset
 from taugate.target.checkpoint import read_target
 from taugate.target.formats import Facts, identity, import_files, main
 from taugate.target.store import StateStore
@@ -95,6 +96,22 @@ def test_specforge_ids_count_layers_and_its_last_state_is_normed(specforge, mode
         assert torch.equal(value, states[name]), name
     manifest = json.loads(Path(done["manifest"]).read_text())
     assert manifest["entries"][0]["prompt_length"] == 5, "the prompt ends where the loss begins"
+
+
+def test_an_import_is_a_data_set_to_replay(specforge, speculators, model, states, tmp_path):
+    root = tmp_path / "store"
+    done, _ = imported("specforge", specforge, facts(model, (0, 2), engine="sglang"), root)
+    data = imported_dataset(Path(done["manifest"]), root)
+    (sequence,) = data.sequences
+    assert (sequence.token_ids, sequence.prompt_length, sequence.cap) == (tuple(IDS), 5, len(IDS))
+    assert torch.equal(data.states(sequence, ["tap.2"])["tap.2"], states["tap.2"])
+    assert data.head("bfloat16").head.shape == (64, 32)
+    done, _ = imported("speculators", speculators, facts(model, (1, 3)), root)
+    with pytest.raises(StoreError, match="1 sequences whose prompt_length is not known, the first is hs_0.safetensors"):
+        imported_dataset(Path(done["manifest"]), root)
+    Path(done["manifest"]).write_text("{}")
+    with pytest.raises(StoreError, match="is no manifest of an import"):
+        imported_dataset(Path(done["manifest"]), root)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama"])
