@@ -1,6 +1,6 @@
 """Records what the real server answers, in every state that a window sees it in.
 
-    python -m tools.contract [--out fixtures/contract] [ready] [draining] [crash]
+    python -m tools.contract [--out fixtures/contract]
 
 Needs root and SGLang, as `make contract` installs it. About five minutes on two cores.
 """
@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -58,47 +58,46 @@ QUESTIONS: tuple[tuple[str, str, str, Any], ...] = (
 )  # fmt: skip
 
 
-def record_ready(directory: Path) -> dict[str, Any]:
-    """loading and ready: one start, everything asked once, a request under way and its abort."""
-    with real_host(directory, enabled=False) as host:
+def recordings(directory: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(state, what was seen), one after the other: four starts of the server, the second stopped at once."""
+    with real_host(directory, enabled=False, restart="no") as host:
         loading = record.start(host)
-        asked = [
-            {"name": name, "request": {"method": method, "path": path, "body": body}}
-            | record.exchange(host, method, path, body)
-            for name, method, path, body in QUESTIONS
-        ]
-        old = {}
-        for path, name in OLD_NAMES.items():
-            answer, now = record.exchange(host, "GET", path), record.exchange(host, "GET", name)
-            old[path] = {"status": answer["status"], "same_keys_as": name if _same_keys(answer, now) else None}
-        with record.in_flight(host, 1500) as request:
-            loads = record.exchange(host, "GET", "/v1/loads")
-            abort = record.exchange(host, "POST", "/abort_request", {"abort_all": True})
-        processes = record.names(host)
+        yield "ready", _ready(host)
+        yield "stop-mixed", _drain(host, "mixed")
+        host.inside("systemctl", "start", SERVICE)
+        poll(lambda: len(record.names(host)) > 3, deadline=200, what="its child processes")
+        yield "loading", {"timeline": loading, "stopped": _stop(host)}
+        record.start(host)
+        record.set_kill_mode(host, "control-group")
+        yield "stop-control-group", _drain(host, "control-group")
+        record.start(host)
+        yield "crash", _crash(host)
+
+
+def _ready(host: SystemdHost) -> dict[str, Any]:
+    """Everything asked once, a request under way and its abort."""
+    asked = [
+        {"name": name, "request": {"method": method, "path": path, "body": body}}
+        | record.exchange(host, method, path, body)
+        for name, method, path, body in QUESTIONS
+    ]
+    old = {}
+    for path, name in OLD_NAMES.items():
+        answer, now = record.exchange(host, "GET", path), record.exchange(host, "GET", name)
+        old[path] = {"status": answer["status"], "same_keys_as": name if _same_keys(answer, now) else None}
+    with record.in_flight(host, 1500) as request:
+        loads = record.exchange(host, "GET", "/v1/loads")
+        abort = record.exchange(host, "POST", "/abort_request", {"abort_all": True})
     busy = {"loads": loads, "abort": abort, "aborted": request.answer}
-    ready = {"exchanges": asked, "old_names": old, "busy": busy, "processes": processes}
-    return {"loading": {"timeline": loading}, "ready": ready}
+    return {"exchanges": asked, "old_names": old, "busy": busy, "processes": record.names(host)}
 
 
 def _same_keys(one: dict[str, Any], two: dict[str, Any]) -> bool:
     return one["status"] == two["status"] == 200 and one["body"].keys() == two["body"].keys()
 
 
-def record_draining(directory: Path) -> dict[str, Any]:
-    """draining: SIGTERM by systemd with a request under way, for both KillModes, and while it loads."""
-    rows = []
-    for kill_mode in ("mixed", "control-group"):
-        with real_host(directory / kill_mode, enabled=False, kill_mode=kill_mode) as host:
-            record.start(host)
-            rows.append(_drain(host, kill_mode))
-            if kill_mode == "mixed":
-                host.inside("systemctl", "start", SERVICE)
-                poll(lambda: len(record.names(host)) > 3, deadline=100, what="its child processes")
-                loading = _stop(host)
-    return {"draining": {"stops": rows, "while loading": loading}}
-
-
 def _drain(host: SystemdHost, kill_mode: str) -> dict[str, Any]:
+    """A stop by systemd with a request under way."""
     before = record.names(host)
     with record.in_flight(host, DRAIN_TOKENS) as request, record.Timeline(host) as timeline:
         poll(lambda: len(timeline.now) == len(record.POLLED), deadline=30, what="the first answers")
@@ -128,39 +127,30 @@ def _stop(host: SystemdHost) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def record_crash(directory: Path) -> dict[str, Any]:
-    """crash: a token id that the model does not have."""
-    with real_host(directory, enabled=False, restart="no") as host:
-        record.start(host)
-        with record.Timeline(host, ("/health", "/v1/models")) as timeline:
-            body = {"input_ids": [BEYOND], "sampling_params": GREEDY}
-            asked_at = timeline.seconds
-            answer = record.exchange(host, "POST", "/generate", body)
-            record.wait_ended(host)
-            seconds = round(timeline.seconds - asked_at, 2)
-        unit = record.ended(host)
-        left = record.names(host)
-    return {"crash": {
+def _crash(host: SystemdHost) -> dict[str, Any]:
+    """A token id that the model does not have."""
+    with record.Timeline(host, ("/health", "/v1/models")) as timeline:
+        body = {"input_ids": [BEYOND], "sampling_params": GREEDY}
+        asked_at = timeline.seconds
+        answer = record.exchange(host, "POST", "/generate", body)
+        record.wait_ended(host)
+        seconds = round(timeline.seconds - asked_at, 2)
+    return {
         "request": {"method": "POST", "path": "/generate", "body": body}, "asked_at": asked_at, "answer": answer,
-        "seconds": seconds, "timeline": timeline.changes, "unit": unit, "processes_after": left,
-    }}  # fmt: skip
-
-
-RECORDERS: dict[str, Callable[[Path], dict[str, Any]]] = {
-    "ready": record_ready, "draining": record_draining, "crash": record_crash
-}  # fmt: skip
+        "seconds": seconds, "timeline": timeline.changes, "unit": record.ended(host),
+        "processes_after": record.names(host),
+    }  # fmt: skip
 
 
 def about() -> dict[str, str]:
     """What was recorded, when, and on what."""
     code = (
-        "import platform, sys, torch, transformers; from importlib.metadata import version;"
-        "print(version('sglang'), platform.python_version(), torch.__version__, transformers.__version__,"
-        " sys.base_prefix)"
+        "import platform, sys; from importlib.metadata import version;"
+        "print(*map(version, ('sglang', 'torch', 'transformers')), platform.python_version(), sys.base_prefix)"
     )
     python = str(venv() / "bin/python")
     done = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True, timeout=120)
-    sglang, own, torch, transformers, prefix = done.stdout.split()
+    sglang, torch, transformers, own, prefix = done.stdout.split()
     if sglang != VERSION:
         raise TaugateError(f"{python} has SGLang {sglang}, not {VERSION}: run `make contract` again")
     return {
@@ -174,21 +164,16 @@ def about() -> dict[str, str]:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.contract", description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("fixtures/contract"))
-    parser.add_argument("what", nargs="*", metavar="WHAT", help=f"{', '.join(RECORDERS)} (all of them)")
     given = parser.parse_args()
-    if unknown := set(given.what) - RECORDERS.keys():
-        parser.error(f"there is no {', '.join(sorted(unknown))}; there are {', '.join(RECORDERS)}")
     try:
         head = about()
         prefix = head.pop("prefix")
-        for name in given.what or RECORDERS:
-            with tempfile.TemporaryDirectory() as directory:
-                recorded = RECORDERS[name](Path(directory) / "host")
-            for state, value in recorded.items():
-                path = given.out / f"{state}.json"
+        with tempfile.TemporaryDirectory() as directory:
+            for state, value in recordings(Path(directory) / "host"):
                 kept = record.clean(value, lambda text: text.replace(prefix, "/usr"))
-                write_atomic(path, json.dumps({"about": head} | kept, indent=1, ensure_ascii=False) + "\n")
-                print(f"{path}: {len(json.dumps(kept))} bytes", flush=True)
+                text = json.dumps({"about": head} | kept, indent=1, ensure_ascii=False) + "\n"
+                write_atomic(given.out / f"{state}.json", text)
+                print(f"{given.out / state}.json: {len(text)} bytes", flush=True)
     except TaugateError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -75,7 +75,7 @@ class Timeline:
             self._end.wait(_EVERY_S)
 
 
-def start(host: SystemdHost, deadline: float = 200) -> list[dict[str, Any]]:
+def start(host: SystemdHost, deadline: float = 400) -> list[dict[str, Any]]:
     """Start the unit and wait until everything is answered with 200; the timeline of that.
 
     It is enabled first: of a unit that nothing wants, systemd forgets how it ended.
@@ -131,6 +131,14 @@ def names(host: SystemdHost) -> list[str]:
 def ended(host: SystemdHost) -> dict[str, str]:
     """How systemd says that the unit ended."""
     return host.show(SERVICE, "ActiveState", "SubState", "Result", "ExecMainCode", "ExecMainStatus")
+
+
+def set_kill_mode(host: SystemdHost, kill_mode: str) -> None:
+    """From the next stop on."""
+    file = f"/run/systemd/system/{SERVICE}.d/zz-kill-mode.conf"
+    host.inside("mkdir", "-p", file.rsplit("/", 1)[0])
+    host.inside("tee", file, input=f"[Service]\nKillMode={kill_mode}\n")
+    host.inside("systemctl", "daemon-reload")
 
 
 def wait_ended(host: SystemdHost, deadline: float = 120) -> None:
