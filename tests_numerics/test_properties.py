@@ -144,6 +144,9 @@ def test_heads_do_not_see_each_other(check):
         begin = None if inputs.initial_state is None else inputs.initial_state.flip(1).contiguous()
         other, other_state = run(replace(inputs, initial_state=begin, **swapped))
         assert torch.equal(other.flip(2), out) and torch.equal(other_state.flip(1), state)
+        other = {name: getattr(inputs, name) for name in "qkv"}
+        mixed = {name: torch.cat([x[:, :, :1], -0.5 * x[:, :, 1:]], dim=2) for name, x in other.items()}
+        assert torch.equal(run(replace(inputs, **mixed))[0][:, :, 0], out[:, :, 0])
 
     check(holds)
 
