@@ -90,7 +90,7 @@ def test_rounding_is_to_nearest_even():
     import numpy as np
     import torch
 
-    from taugate.numerics.interpreter import decode, encode, truncate_tf32
+    from taugate.numerics.bits import decode, encode, truncate_tf32
 
     every = np.arange(2**16, dtype=np.uint16)
     values = decode(every)

@@ -34,6 +34,7 @@ from triton.runtime import interpreter
 from triton.runtime.autotuner import Autotuner
 
 from taugate.errors import KernelPathError
+from taugate.numerics.bits import decode, encode, truncate_tf32
 
 MINIMUM_TRITON = (3, 7)
 FLA = "0.6."
@@ -106,25 +107,6 @@ def load_fla() -> Any:
         if hasattr(module, "SOLVE_TRIL_DOT_PRECISION"):  # "ieee" without a GPU; what a GPU uses is emulated, or not
             module.SOLVE_TRIL_DOT_PRECISION = tl.constexpr("tf32")
     return ops
-
-
-def decode(bits: np.ndarray) -> np.ndarray:
-    """float32 values of bfloat16 bit patterns."""
-    return (np.ascontiguousarray(bits).astype(np.uint32) << np.uint32(16)).view(np.float32)
-
-
-def encode(values: np.ndarray) -> np.ndarray:
-    """bfloat16 bit patterns of float32 values, rounded to nearest, ties to even; NaN stays NaN."""
-    bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
-    rounded = (bits + (((bits >> np.uint32(16)) & np.uint32(1)) + np.uint32(0x7FFF))) >> np.uint32(16)
-    nan = np.isnan(values)
-    return np.where(nan, np.uint16(0x7FC0), rounded.astype(np.uint16)) if nan.any() else rounded.astype(np.uint16)
-
-
-def truncate_tf32(values: np.ndarray) -> np.ndarray:
-    """float32 with the 10 mantissa bits that a TF32 dot reads."""
-    bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
-    return (bits & np.uint32(0xFFFFE000)).view(np.float32)
 
 
 def _is_bf16(handle: Any) -> bool:
