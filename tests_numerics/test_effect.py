@@ -103,3 +103,15 @@ def test_wrong_states_show_in_tau(drafters, shipped_sequences, kernels):
     taus = {source: found.tau for (source, *_), found in replay.measured(Bootstrap()).items()}
     assert taus["one layer early"] < taus[EXACT] - 0.1, taus
     assert taus["noise of half their size"] < taus[EXACT] - 0.1, taus
+
+
+@pytest.mark.parametrize("missing", ["--target", "--drafter"])
+def test_a_checkpoint_that_is_not_there_is_one_sentence(missing, capsys, tmp_path):
+    from taugate.__main__ import main
+
+    given = {"--target": PAIR / "target", "--drafter": drafter_path("candidate"), missing: tmp_path / "nowhere"}
+    data = {"--prompts": PAIR.parent / "prompts.jsonl", "--completions": PAIR.parent / "completions.jsonl"}
+    options = [str(part) for option in (given | data).items() for part in option]
+    assert main(["numerics", "effect", *options, "--limit", "1", "--device", "cpu"]) == 1
+    said = capsys.readouterr().err.strip()
+    assert "nowhere" in said and "\n" not in said

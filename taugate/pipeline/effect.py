@@ -84,9 +84,9 @@ def effect(
 
     from taugate.target.reference import Reference
 
+    reference = Reference.from_checkpoint(target, kernels.device)  # first: it says what is wrong with a checkpoint
     model = AutoModelForCausalLM.from_pretrained(target, dtype=getattr(torch, dtype), local_files_only=True)
     model = model.to(kernels.device).eval().requires_grad_(False)
-    reference = Reference.from_checkpoint(target, kernels.device)
     comparisons = {path: Comparison(reference, model, path, _name(dtype, kernels)) for path in PATHS}
     replay = _Replay(target, drafters, [Verifier.parse(name) for name in verifiers], kernels.device)
     for number, sequence in enumerate(sequences, 1):

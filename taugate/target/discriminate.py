@@ -103,10 +103,12 @@ def _missed(bench: Bench, fault: ModelFault) -> Iterator[str]:
             yield name
 
 
-def false_alarms(bench: Bench, seeds: Sequence[int]) -> Iterator[Agreement]:
+def false_alarms(
+    bench: Bench, seeds: Sequence[int], cases: Sequence[ModelCase] = CASES
+) -> Iterator[Agreement]:
     """Every case at every level in every precision, without any fault: the measures that exceed their budget."""
     for seed in seeds:
-        for case in CASES:
+        for case in cases:
             for level in LEVELS:
                 for dtype in DTYPES:
                     yield from (a for a in bench.judged(case, level, dtype, seed) if not a.ok)

@@ -7,13 +7,13 @@ parts and decode must give what this gives.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from taugate.errors import CheckpointError
 from taugate.numerics.reference import gdn_layer
+from taugate.target.checkpoint import read_config
 from taugate.target.reference_layers import Shape, attention, mlp, rms_norm
 from taugate.target.shards import shard_files
 from taugate.target.trace import Trace
@@ -42,7 +42,7 @@ class Reference:
         """Reads tensors from the safetensors of `directory` when they are needed. Raises CheckpointError."""
         from safetensors import safe_open
 
-        shape = Shape.read(json.loads((directory / "config.json").read_text(encoding="utf-8")))
+        shape = Shape.read(read_config(directory))
         where: dict[str, tuple[Any, str]] = {}
         for shard in shard_files(directory):
             stream = safe_open(shard, framework="pt")
