@@ -10,7 +10,7 @@ import torch
 
 from taugate.drafter.config import parse_config
 from taugate.drafter.model import Drafter
-from taugate.drafter.replay import TOGETHER, CachedSequence, Verifier, anchor_table, walk_together
+from taugate.drafter.replay import CachedSequence, Verifier, anchor_table, blocks_together, walk_together
 
 SHAPE = {
     "block_size": 16, "num_target_layers": 64, "mask_token_id": 248070, "target_layer_ids": [1, 16, 31, 46, 61],
@@ -163,7 +163,7 @@ def _table(drafter: Drafter, embedding: Any, head: Any, length: int, peaks: tupl
 def forwards(drafter: Drafter, sequence: CachedSequence, taps: Any, embedding: Any, head: Any, batch: int) -> None:
     """What table mode drafts, and nothing else: context, blocks and logits at every anchor."""
     with torch.inference_mode():
-        context, everywhere = drafter.context(taps[None], min(TOGETHER, batch)), sequence.anchors()
+        context, everywhere = drafter.context(taps[None], blocks_together(taps, batch)), sequence.anchors()
         ids = torch.tensor(sequence.token_ids, device=embedding.device)
         for first in range(0, len(everywhere), batch):
             some = everywhere[first : first + batch]

@@ -26,9 +26,14 @@ if TYPE_CHECKING:
     from taugate.drafter.model import Drafter
     from taugate.drafter.texts import Texts
 
-TOGETHER = 8  # blocks of a sequence whose attention is one call: each block's tokens pass over all of their keys
-
 __all__ = ["AnchorTable", "CachedSequence", "Cycle", "Verifier", "anchor_table", "walk", "walk_together"]
+
+
+def blocks_together(like: Tensor, anchors_per_batch: int) -> int:
+    """Blocks of a sequence whose attention is one call: each passes over the keys of all of them, which costs little
+    beside more calls on a GPU, and more on a CPU.
+    """
+    return min(16 if like.is_cuda else 8, anchors_per_batch)
 
 
 def anchor_table(
@@ -62,7 +67,7 @@ def anchor_table(
     waiting: Condensed | None = None
     everywhere = sequence.anchors()
     with torch.inference_mode():
-        context = drafter.context(taps[None].to(embedding), min(TOGETHER, anchors_per_batch))
+        context = drafter.context(taps[None].to(embedding), blocks_together(embedding, anchors_per_batch))
         texts = Texts.of([sequence], embedding.device)
         for first in range(0, len(everywhere), anchors_per_batch):
             some = everywhere[first : first + anchors_per_batch]
