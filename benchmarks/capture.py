@@ -88,7 +88,7 @@ class Bench:
             sequences = [{"key": str(n), "token_ids": [1] * n} for n in (self.args.length, 700, 2 * self.args.length)]
             asked = {"model_path": self.args.model, "kernel_path": self.args.path, "dtype": "bfloat16"}
             spec.write_text(json.dumps({**asked, "device": self.args.device, "sequences": sequences}))
-            for name in ("warm-up", "warm-up again"):
+            for name in ("warm-up", "warm-up again")[: self.args.warmups]:
                 watch = Watch() if self.args.device != "cpu" else None
                 child = subprocess.Popen([sys.executable, "-m", "taugate.target.warmup", "--spec", str(spec)],
                                          cwd=ROOT, stdout=subprocess.PIPE, text=True)  # fmt: skip
@@ -104,12 +104,12 @@ class Bench:
 
     def streamed(self) -> None:
         """Against the hardware, under the ceiling, while another process holds everything else."""
+        done = self.run(*self._ours("4,16", "3"), "--max-mib", str(int(CEILING // MIB)), hog=CEILING)
         for prompts in (4, 16):
-            done = self.run(*self._ours(prompts, "3"), "--max-mib", str(int(CEILING // MIB)), hog=CEILING)
             self.row(f"streamed {prompts * self.args.length // 1024}k", **self._against(done, prompts))
 
     def one_buffer(self) -> None:
-        done = self.run(*self._ours(4, "2"), "--max-mib", str(int(LOW_CEILING // MIB)), hog=LOW_CEILING)
+        done = self.run(*self._ours("4", "2"), "--max-mib", str(int(LOW_CEILING // MIB)), hog=LOW_CEILING)
         self.row("one buffer", **self._against(done, 4))
 
     def offload(self) -> None:
@@ -120,22 +120,22 @@ class Bench:
         ours = self.run(*same, "--engine", "streamed")
         if "failed" in peer or "failed" in ours:
             return self.row("offload", peer=peer, ours=ours)
-        ratio = peer["walls_s"][-1] / ours["walls_s"][-1]
+        ratio = peer["walls_s"]["4"][-1] / ours["walls_s"]["4"][-1]
         return self.row(
-            "offload", layers=int(depth) + 1, peer_s=peer["walls_s"], ours_s=ours["walls_s"],
+            "offload", layers=int(depth) + 1, peer_s=peer["walls_s"]["4"], ours_s=ours["walls_s"]["4"],
             times_faster=round(ratio, 2), peer_mib=peer.get("process_mib"), ours_mib=ours.get("process_mib"),
         )  # fmt: skip
 
     def resident(self) -> None:
-        done = self.run(*self._ours(16, "2"), "--engine", "resident")
+        done = self.run(*self._ours("16", "2"), "--engine", "resident")
         if "failed" in done:
             return self.row("resident", **done)
         tokens, weights = 16 * self.args.length, self._weights() / MIB
-        same = self.result.get(f"streamed_{tokens // 1024}k", {}).get("states") == done["states_sha256"][:16]
+        same = self.result.get(f"streamed_{tokens // 1024}k", {}).get("states") == done["states"]["16"]
         return self.row(
-            "resident", s_per_10k_tokens=round(done["walls_s"][-1] / tokens * 1e4, 3), setup_s=done["setup_s"],
-            peak_over_weights=round(sum(done["peak_allocated_mib"]) / weights, 3), walls_s=done["walls_s"],
-            process_mib=done.get("process_mib"), states=done["states_sha256"][:16], equal_to_streamed=same,
+            "resident", s_per_10k_tokens=round(done["walls_s"]["16"][-1] / tokens * 1e4, 3), setup_s=done["setup_s"],
+            peak_over_weights=round(sum(done["peak_allocated_mib"]) / weights, 3), walls_s=done["walls_s"]["16"],
+            process_mib=done.get("process_mib"), states=done["states"]["16"], equal_to_streamed=same,
             compiled=done["facts"]["compilations"]["compiled"],
         )  # fmt: skip
 
@@ -147,20 +147,19 @@ class Bench:
 
         with tempfile.TemporaryDirectory(dir=self.args.scratch) as scratch:
             files = {name: Path(scratch) / name for name in ("one", "two")}
-            one = self.run(*self._ours(4, "1"), "--engine", "resident", "--save", str(files["one"]))
-            two = self.run(*self._ours(4, "1"), "--engine", "resident", "--save", str(files["two"]),
+            one = self.run(*self._ours("4", "1"), "--engine", "resident", "--save", str(files["one"]))
+            two = self.run(*self._ours("4", "1"), "--engine", "resident", "--save", str(files["two"]),
                            "--max-mib", str(int(CAP // MIB)))  # fmt: skip
             if "failed" in one or "failed" in two:
                 return self.row("two GPUs", one=one, two=two)
             a, b = (torch.load(file) for file in files.values())
         worst = max(in_roundings(relative_error(b[i][name], a[i][name])) for i in a for name in a[i])
-        equal = one["states_sha256"] == two["states_sha256"]
+        equal = one["states"] == two["states"]
         return self.row("two GPUs", devices=two["facts"]["devices"], worst_difference_f=worst, bit_equal=equal,
                         peak_mib=two["peak_allocated_mib"], setup_s=two["setup_s"], walls_s=two["walls_s"])  # fmt: skip
 
-    def _ours(self, prompts: int, repeats: str) -> list[str]:
-        taps = ",".join(map(str, self.taps))
-        return ["--prompts", str(prompts), "--taps", taps, "--repeats", repeats]
+    def _ours(self, prompts: str, repeats: str) -> list[str]:
+        return ["--prompts", prompts, "--taps", ",".join(map(str, self.taps)), "--repeats", repeats]
 
     def _weights(self) -> float:
         """Bytes of layers, embedding and final norm in bf16."""
@@ -171,13 +170,13 @@ class Bench:
         """Wall time against the time that its copies or its products need at the measured rates."""
         if "failed" in done:
             return done
-        wall = min(done["walls_s"][1:] or done["walls_s"])
-        facts = done["facts"]
+        walls, facts = done["walls_s"][str(prompts)], done["facts"]
+        wall = min(walls[1:] or walls)
         found = {
-            "wall_s": wall, "first_s": done["walls_s"][0], "setup_s": done["setup_s"], "plan": facts.get("plan"),
-            "process_mib": done.get("process_mib"), "card_mib": done.get("card_mib"),
-            "reserved_mib": done["peak_reserved_mib"], "allocated_mib": done["peak_allocated_mib"],
-            "compiled": facts["compilations"]["compiled"], "states": done["states_sha256"][:16],
+            "wall_s": wall, "first_s": walls[0], "setup_s": done["setup_s"], "plan": facts.get("plan"),
+            "process_mib": done.get("process_mib"), "reserved_mib": done["peak_reserved_mib"],
+            "allocated_mib": done["peak_allocated_mib"], "compiled": facts["compilations"]["compiled"],
+            "states": done["states"][str(prompts)],
         }  # fmt: skip
         if "rates" in self.result:
             layers = self._weights() - 2 * self._text["vocab_size"] * self._text["hidden_size"]
@@ -197,6 +196,7 @@ def main() -> int:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--path", default="fla")
     parser.add_argument("--offload-layers", type=int, default=16)
+    parser.add_argument("--warmups", type=int, default=2, help="1: leave out the second warm-up")
     parser.add_argument("--scratch", help="directory for states that are compared")
     parser.add_argument("--limit", type=float, default=240, help="seconds for each process")
     args = parser.parse_args()

@@ -76,15 +76,11 @@ def hog(leave: int) -> None:
 
 
 class Watch:
-    """Peak GPU memory of one process by nvidia-smi, sampled every 50 ms, and of the whole card beyond the start."""
+    """Peak GPU memory of one process by nvidia-smi, sampled every 200 ms: torch gives nothing back by itself."""
 
     def __init__(self) -> None:
         self.by_pid: dict[int, int] = {}
-        self.used: list[int] = []
-        self._watchers = [
-            self._watch("--query-compute-apps=pid,used_gpu_memory", self._app),
-            self._watch("--query-gpu=memory.used", lambda line: self.used.append(int(line.split()[0]))),
-        ]
+        self._watchers = [self._watch("--query-compute-apps=pid,used_gpu_memory", self._app)]
 
     def _app(self, line: str) -> None:
         pid, _, used = line.partition(",")
@@ -93,7 +89,7 @@ class Watch:
 
     def _watch(self, query: str, take: Any) -> subprocess.Popen[str]:
         watcher = subprocess.Popen(
-            ["nvidia-smi", query, "--format=csv,noheader,nounits", "-lms", "50"], stdout=subprocess.PIPE, text=True
+            ["nvidia-smi", query, "--format=csv,noheader,nounits", "-lms", "200"], stdout=subprocess.PIPE, text=True
         )
 
         def read() -> None:
@@ -108,10 +104,7 @@ class Watch:
         for watcher in self._watchers:
             watcher.terminate()
             watcher.wait()
-        return {
-            "process_mib": self.by_pid.get(pid),
-            "card_mib": max(self.used) - min(self.used[:3]) if self.used else None,
-        }
+        return {"process_mib": self.by_pid.get(pid)}
 
 
 def main() -> int:

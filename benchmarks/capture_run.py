@@ -37,30 +37,38 @@ def ours(args: argparse.Namespace, vocabulary: int) -> dict[str, Any]:
         args.model, args.path, args.dtype, args.device, args.taps, final_hidden=args.final, engine=args.engine,
         max_gpu_memory=args.max_mib,
     )  # fmt: skip
-    setup, walls = time.monotonic() - begun, []
-    sequences = prompts(args.prompts, args.length, vocabulary)
+    setup, walls, hashes, states = time.monotonic() - begun, {}, {}, {}
     with kernel_path(args.path, capture.model_type, args.device) as ran:
-        for _ in range(args.repeats):
-            start, states = time.monotonic(), {}
-            for event in capture.states(sequences):
-                if isinstance(event, SequenceDone):
-                    states[event.index] = event.tensors
-            walls.append(time.monotonic() - start)
+        for count in args.prompts:
+            sequences = prompts(count, args.length, vocabulary)
+            walls[count] = []
+            for _ in range(args.repeats):
+                start, states = time.monotonic(), {}
+                for event in capture.states(sequences):
+                    if isinstance(event, SequenceDone):
+                        states[event.index] = event.tensors
+                walls[count].append(round(time.monotonic() - start, 3))
+            hashes[count] = digest(states)
         if args.profile:
-            profiled(capture, sequences[:2])
-    digest = hashlib.sha256()
-    for index in sorted(states):
-        for name in sorted(states[index]):
-            digest.update(states[index][name].view(torch.int16).numpy().data)
+            profiled(capture, prompts(2, args.length, vocabulary))
     if args.save:
         torch.save(states, args.save)
     cuda = args.device != "cpu"
     return {
-        "setup_s": round(setup, 2), "walls_s": [round(wall, 3) for wall in walls], "facts": capture.facts(),
-        "kernels": sorted(ran.require()["calls"]), "states_sha256": digest.hexdigest(),
+        "setup_s": round(setup, 2), "walls_s": walls, "states": hashes, "facts": capture.facts(),
+        "kernels": sorted(ran.require()["calls"]),
         "peak_allocated_mib": [torch.cuda.max_memory_allocated(n) // MIB for n in range(torch.cuda.device_count())],
         "peak_reserved_mib": torch.cuda.max_memory_reserved() // MIB if cuda else 0,
     }  # fmt: skip
+
+
+def digest(states: dict[int, dict[str, torch.Tensor]]) -> str:
+    """Beginning of a hash over all states."""
+    found = hashlib.sha256()
+    for index in sorted(states):
+        for name in sorted(states[index]):
+            found.update(states[index][name].view(torch.int16).numpy().data)
+    return found.hexdigest()[:16]
 
 
 def profiled(capture: Capture, sequences: list[list[int]]) -> None:
@@ -91,14 +99,18 @@ def peer(args: argparse.Namespace, vocabulary: int) -> dict[str, Any]:
         key_mapping=_RENAMED, local_files_only=True, attn_implementation="sdpa",
     ).eval()  # fmt: skip
     setup, walls = time.monotonic() - begun, []
-    ids = torch.tensor(prompts(args.prompts, args.length, vocabulary), device=args.device)
+    ids = torch.tensor(prompts(args.prompts[0], args.length, vocabulary), device=args.device)
     for _ in range(args.repeats):
         start = time.monotonic()
         with torch.inference_mode():
             out = model(input_ids=ids, use_cache=False, output_hidden_states=True)
         out.hidden_states[-1].cpu()  # waits for all of it
         walls.append(time.monotonic() - start)
-    return {"setup_s": round(setup, 2), "walls_s": [round(wall, 3) for wall in walls]}
+    return {"setup_s": round(setup, 2), "walls_s": {args.prompts[0]: [round(wall, 3) for wall in walls]}}
+
+
+def numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
 
 
 def main() -> int:
@@ -108,9 +120,9 @@ def main() -> int:
     parser.add_argument("--path", default="fla")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--taps", type=lambda text: [int(part) for part in text.split(",")], required=True)
+    parser.add_argument("--taps", type=numbers, required=True)
     parser.add_argument("--no-final", dest="final", action="store_false")
-    parser.add_argument("--prompts", type=int, default=4)
+    parser.add_argument("--prompts", type=numbers, default=[4], help="how many, one pass after the other")
     parser.add_argument("--length", type=int, default=1024)
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--max-mib", type=int)

@@ -20,10 +20,8 @@ __all__ = ["Capture", "LayerDone", "SequenceDone", "code_sha256", "pick_device"]
 
 ENGINES = ("auto", "resident", "streamed")
 # What decides the numbers of a state. A change here makes old states unusable, which is the point.
-CODE = tuple(
-    f"target/{name}.py"
-    for name in ("kernels", "lanes", "layout", "loading", "resident", "segments", "shards", "skeleton", "streamed")
-)
+_DECIDING = "graphs kernels lanes layout loading resident segments shards skeleton streamed"
+CODE = tuple(f"target/{name}.py" for name in _DECIDING.split())
 
 
 def code_sha256(package: Path) -> str:
@@ -145,7 +143,8 @@ def _hold_allocator() -> None:
     import torch
 
     if not torch.cuda.is_initialized():
-        torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+        settings = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+        (settings or torch.cuda.memory._set_allocator_settings)("expandable_segments:True")
     torch.cuda.set_per_process_memory_fraction(1.0)
 
 

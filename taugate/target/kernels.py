@@ -37,6 +37,8 @@ _OF_FAMILY = {
 _ORIGIN = {"torch": "transformers.", "fla": "fla.", "flash_qla": "fla.ops.gated_delta_rule.backends.flash_qla"}
 _FLA_SWITCH = "FLA_FLASH_QLA"
 _LAYER: ContextVar[int] = ContextVar("layer", default=-1)
+Calls = list[tuple["KernelEvidence", str, str]]
+_TAPE: ContextVar[Calls | None] = ContextVar("tape", default=None)
 
 
 @dataclass
@@ -73,6 +75,23 @@ class KernelEvidence:
 def enter_layer(layer: int) -> None:
     """Count what is called from now on as layer `layer`'s; -1 is outside of any."""
     _LAYER.set(layer)
+
+
+@contextmanager
+def recorded_calls() -> Iterator[Calls]:
+    """The calls within the body, which are not counted now but each time that `count_again` is given them."""
+    tape: Calls = []
+    token = _TAPE.set(tape)
+    try:
+        yield tape
+    finally:
+        _TAPE.reset(token)
+
+
+def count_again(calls: Calls) -> None:
+    """Count recorded calls as made in the layer that runs now: a CUDA graph of them was replayed."""
+    for evidence, name, module in calls:
+        evidence.calls[_LAYER.get(), name, module] += 1
 
 
 @contextmanager
@@ -198,7 +217,11 @@ def _counted(name: str, call: Callable[..., Any], proof: Any, evidence: KernelEv
 
     @functools.wraps(proof)
     def counted(*args: Any, **kwargs: Any) -> Any:
-        evidence.calls[_LAYER.get(), name, module] += 1
+        tape = _TAPE.get()
+        if tape is None:
+            evidence.calls[_LAYER.get(), name, module] += 1
+        else:
+            tape.append((evidence, name, module))
         return call(*args, **kwargs)
 
     return counted

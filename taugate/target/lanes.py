@@ -9,14 +9,22 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from taugate.target.graphs import Graphs
+
 
 class Lanes:
-    """`count` CUDA streams; on a CPU a single lane without a stream."""
+    """`count` CUDA streams; on a CPU a single lane without a stream. graphs: whether launches are recorded."""
 
-    def __init__(self, device: str, count: int) -> None:
+    def __init__(self, device: str, count: int, graphs: bool) -> None:
         import torch
 
+        self.count = count
         self.streams = [torch.cuda.Stream() for _ in range(count)] if device != "cpu" else []
+        self._graphs = [Graphs() for _ in self.streams] if graphs else []
+
+    def graphs_of(self, place: int) -> Graphs | None:
+        """The graphs of the lane of the prompt at `place`."""
+        return self._graphs[place % self.count] if self._graphs else None
 
     @contextmanager
     def of(self, place: int) -> Iterator[None]:

@@ -24,7 +24,7 @@ from taugate.target.shards import Stored
 if TYPE_CHECKING:
     from torch import Tensor
 
-CHUNK = 16 << 20
+CHUNK = 32 << 20
 ALIGNMENT = 512  # of a tensor in a layer's buffer, as the CUDA allocator aligns: libraries choose kernels by alignment
 _NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
@@ -73,8 +73,8 @@ class Loader:
         self._pool = ThreadPoolExecutor(self.readers, thread_name_prefix="reader")
         self._files: dict[Path, int] = {}
         self._slots: queue.SimpleQueue[tuple[Tensor, Any]] = queue.SimpleQueue()
-        # Twice as many slots as readers: while one half is being copied, the other is being read into.
-        for _ in range(2 * self.readers if self.cuda else self.readers):
+        # A read takes ten times as long as a copy, so a few slots more than readers keep both busy.
+        for _ in range(self.readers + 4 if self.cuda else self.readers):
             event = torch.cuda.Event(blocking=True) if self.cuda else None
             self._slots.put((torch.empty(CHUNK, dtype=torch.uint8, pin_memory=self.cuda), event))
         weakref.finalize(self, _close, self._pool, self._files)

@@ -6,6 +6,7 @@ layer buffers, activations, and scratch memory of a forward (estimated from the 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -18,21 +19,22 @@ from taugate.errors import GpuMemoryError
 
 MIB = 1 << 20
 # Kernels load lazily, each time one is used first: what the context still grows by after its first product.
-LAZY_KERNELS = 64 * MIB
-# cuBLAS workspaces of the compute stream (32 MiB on Hopper, once for cuBLAS and once for cuBLASLt), and rounding: the
-# allocator takes whole 2 MiB blocks and segments of 20 MiB.
-WORKSPACE = 80 * MIB
+LAZY_KERNELS = 56 * MIB
+# The cuBLAS workspace of a compute stream (32 MiB on Hopper), and rounding: the allocator takes whole blocks.
+WORKSPACE = 56 * MIB
 
 
 @dataclass(frozen=True)
 class Plan:
     """A streamed capture's use of one GPU, in bytes.
 
-    buffers: for layers; lanes: streams of prompts; waiting: "gpu" or "host", where prompts wait between layers.
+    buffers: for layers; lanes: streams of prompts; graphs: whether launches are recorded; waiting: "gpu" or "host",
+    where prompts wait between layers.
     """
 
     buffers: int
     lanes: int
+    graphs: bool
     waiting: str
     context: int
     weights: int
@@ -71,19 +73,20 @@ def parse_limit(value: int | str | None) -> int | None:
 def plan_streaming(
     limit: int, context: int, layer: int, scratch: int, waiting: int, moving: int, reason: str
 ) -> Plan:
-    """The fastest plan within `limit` bytes: two layer buffers before one, then two lanes, then prompts on the GPU.
+    """The fastest plan within `limit` bytes: two layer buffers before one, then recorded launches, then two lanes.
 
     layer: bytes of the largest layer; scratch: of one segment's forward; waiting: of all prompts' hidden states;
-    moving: of the states of one prompt that are in use at a time; reason: what sets the limit. Without a second buffer
-    nothing overlaps, so a second lane is of no use. Raises GpuMemoryError naming the least that would do.
+    moving: of the states of one prompt that are in use at a time; reason: what sets the limit. Graphs have memory of
+    their own beside that of eager calls. Raises GpuMemoryError naming the least that would do.
     """
     context += LAZY_KERNELS
-    scratch += WORKSPACE
-    for buffers, lanes, where in (
-        (2, 2, "gpu"), (2, 2, "host"), (2, 1, "gpu"), (2, 1, "host"), (1, 1, "gpu"), (1, 1, "host")
+    for buffers, lanes, graphs, where in (
+        (2, 2, True, "gpu"), (2, 2, True, "host"), (2, 1, True, "gpu"), (2, 1, True, "host"),
+        (2, 1, False, "gpu"), (2, 1, False, "host"), (1, 1, False, "gpu"), (1, 1, False, "host"),
     ):  # fmt: skip
         activations = lanes * moving + (waiting if where == "gpu" else 0)
-        plan = Plan(buffers, lanes, where, context, buffers * layer, lanes * scratch, activations)
+        needed = lanes * ((2 if graphs else 1) * scratch + WORKSPACE)
+        plan = Plan(buffers, lanes, graphs, where, context, buffers * layer, needed, activations)
         if plan.total <= limit:
             return plan
     least = -(-plan.total // MIB)
@@ -135,11 +138,27 @@ def context_bytes() -> int:
     """
     import torch
 
+    _small_stacks()
     square = torch.ones(256, 256, device="cuda", dtype=torch.bfloat16)
     (square @ square).sum().item()
     torch.cuda.synchronize()
     own = process_bytes()
     return max(own - torch.cuda.memory_reserved(), 256 * MIB) if own is not None else 640 * MIB
+
+
+def _small_stacks() -> None:
+    """Lower the stack that CUDA reserves for every thread that the GPU can hold, 264 MiB on an H200 by default.
+
+    It serves calls whose depth the compiler does not know; none of the kernels in use makes any. Best effort: what the
+    context takes is measured afterwards.
+    """
+    import ctypes
+
+    import torch
+
+    torch.cuda.current_stream().synchronize()  # the context is there
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL("libcuda.so.1").cuCtxSetLimit(0, ctypes.c_size_t(256))  # CU_LIMIT_STACK_SIZE
 
 
 def host_bytes() -> int:

@@ -67,6 +67,8 @@ class Skeleton:
         self._stubs = torch.nn.ModuleList(_stub() for _ in self.layers)
         model.layers, model.norm, model.embed_tokens = self._stubs, torch.nn.Identity(), torch.nn.Identity()
         self._model = model
+        # Experts run by what the router chose, which the host has to read.
+        self.branches = bool(getattr(self.config, "num_experts", 0))
         self._cache_argument = cache_argument(model.forward)
         self._calls: dict[tuple[int, int, bool], list[dict[str, Any]]] = {}
 
@@ -99,6 +101,11 @@ def fill(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
         path, _, name = key.rpartition(".")
         owner = module.get_submodule(path)
         owner._parameters[name] = torch.nn.Parameter(tensor, requires_grad=False)
+
+
+def empty(module: nn.Module) -> None:
+    """Let go of the tensors that `fill` gave."""
+    fill(module, {key: parameter.to("meta") for key, parameter in module.named_parameters()})
 
 
 def forward_dtypes(layout: Layout, prefix: str, tensors: Mapping[str, Any], dtype: Any) -> dict[str, Any]:

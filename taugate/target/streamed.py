@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from taugate.target import memory
+from taugate.target.graphs import Graphs
 from taugate.target.kernels import enter_layer
 from taugate.target.lanes import Lanes
 from taugate.target.loading import Loader, Loading, aligned_bytes, read_rows, views
 from taugate.target.outbox import Outbox
 from taugate.target.progress import LayerDone, SequenceDone
 from taugate.target.segments import new_cache, segments
-from taugate.target.skeleton import Skeleton, fill, forward_dtypes
+from taugate.target.skeleton import Skeleton, empty, fill, forward_dtypes
 from taugate.target.store import FINAL_HIDDEN, tap_name
 
 if TYPE_CHECKING:
@@ -44,6 +45,8 @@ class Streamed:
         self._sizes = [aligned_bytes(t, d) for t, d in zip(self._tensors, self._dtypes, strict=True)]
         self._loader = Loader(device)
         self._context = memory.context_bytes() if device != "cpu" else 0
+        self._buffers: list[Tensor] = []
+        self._lanes: Lanes | None = None
 
     def facts(self) -> dict[str, Any]:
         """The plan of memory in MiB."""
@@ -89,7 +92,7 @@ class Streamed:
             max(self._sizes),
             memory.scratch_bytes(config, piece, itemsize, self.path, past),
             sum(map(len, sequences)) * state,
-            # In and out of a layer, their pieces, and two in the outbox.
+            # In and out of a layer, their pieces or the fixed places of a graph, and what is in the outbox.
             5 * longest * state,
             reason,
         )
@@ -102,8 +105,7 @@ class Streamed:
         self.plan = self._plan(sequences)
         depth, begun = self.skeleton.depth, time.monotonic()
         count = min(self.plan.buffers if self.plan else 2, depth)
-        buffers = [torch.empty(max(self._sizes), dtype=torch.uint8, device=self.device) for _ in range(count)]
-        lanes = Lanes(self.device, self.plan.lanes if self.plan else 1)
+        buffers, lanes = self._places(count)
         fresh = [torch.cuda.current_stream().record_event()] if lanes.streams else []
         with Outbox(self.device) as outbox:
             under_way = {layer: self._start(layer, buffers[layer], fresh) for layer in range(count)}
@@ -121,6 +123,20 @@ class Streamed:
                 self._norm(waiting, indices, outbox, lanes)
             for index in indices:
                 yield SequenceDone(index, outbox.take(index))
+
+    def _places(self, count: int) -> tuple[list[Tensor], Lanes]:
+        """Layer buffers and lanes. They outlast a pass, since the modules of its last layers are views of them."""
+        import torch
+
+        lanes = self.plan.lanes if self.plan else 1
+        if len(self._buffers) != count or self._lanes is None or self._lanes.count != lanes:
+            for module in self.skeleton.layers:
+                empty(module)
+            self._buffers, self._lanes = [], None
+            size = max(self._sizes)
+            self._buffers = [torch.empty(size, dtype=torch.uint8, device=self.device) for _ in range(count)]
+            self._lanes = Lanes(self.device, lanes, graphs=self.plan is not None and self.plan.graphs)
+        return self._buffers, self._lanes
 
     def _waiting(self, sequences: list[Sequence[int]], lanes: Lanes) -> Waiting:
         """The embedded prompts, and everything that their layers are called with, before the lanes part."""
@@ -154,10 +170,21 @@ class Streamed:
         enter_layer(layer)
         for place, index in enumerate(indices):
             with torch.inference_mode(), lanes.of(place):
-                out = self._through(layer, module, waiting.take(place))
+                out = self._run(layer, module, waiting.take(place), lanes.graphs_of(place))
                 if layer in self.taps:
                     outbox.put(index, tap_name(layer), out)
                 waiting.put(place, out)
+
+    def _run(self, layer: int, module: Any, hidden: Tensor, graphs: Graphs | None) -> Tensor:
+        """One prompt [1, S, H] through one layer, by a CUDA graph where there is one for its kind and length."""
+        # Experts are chosen on the host, and a cache is a new object each time: neither is a fixed list of launches.
+        if graphs is None or self.skeleton.branches or len(segments(hidden.shape[1])) > 1:
+            return self._through(layer, module, hidden)
+        length = hidden.shape[1]
+        given = [id(value) for *_, of_layer in self._calls(length) for value in of_layer[layer].values()]
+        shapes = [(key, tensor.shape) for key, tensor in self._tensors[layer].items()]
+        key = (length, layer % len(self._buffers), tuple(shapes), tuple(given))
+        return graphs.run(key, lambda states: self._through(layer, module, states), hidden)
 
     def _through(self, layer: int, module: Any, hidden: Tensor) -> Tensor:
         """One prompt [1, S, H] through one layer, segment by segment."""

@@ -1,0 +1,72 @@
+"""A layer's launches recorded once as a CUDA graph and replayed: seventy small kernels cost the host more than the GPU.
+
+A graph knows addresses, not values. Weights of layers of one kind arrive at the same addresses of the same buffer, and
+a prompt's states are copied to and from fixed places, so one graph serves every layer of the kind and every prompt of
+the length. The kernels and their order are those of the eager call, so the numbers are the same. What a graph replays
+counts as evidence of the kernel path like the calls that it was recorded from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from taugate.target.kernels import Calls, count_again, recorded_calls
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_MOST = 512  # graphs; each holds some hundred KiB
+
+
+@dataclass
+class _Recorded:
+    graph: Any
+    given: Tensor
+    out: Tensor
+    calls: Calls
+
+
+class Graphs:
+    """Graphs of one lane, in one memory pool, since no two of them run at a time."""
+
+    def __init__(self) -> None:
+        self._recorded: dict[Hashable, _Recorded] = {}
+        self._seen: set[Hashable] = set()
+        self._places: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
+        import torch
+
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def run(self, key: Hashable, layer: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
+        """layer(hidden), by its graph if it has been called twice with this key; a new tensor either way.
+
+        The first call of a key runs eagerly, so that kernels are loaded and workspaces are there.
+        """
+        if key not in self._seen or len(self._recorded) >= _MOST:
+            self._seen.add(key)
+            return layer(hidden)
+        recorded = self._recorded.get(key) or self._record(key, layer, hidden)
+        recorded.given.copy_(hidden)
+        recorded.graph.replay()
+        count_again(recorded.calls)
+        return recorded.out.clone()
+
+    def _record(self, key: Hashable, layer: Callable[[Tensor], Tensor], hidden: Tensor) -> _Recorded:
+        import torch
+
+        shape = tuple(hidden.shape)
+        if shape not in self._places:
+            self._places[shape] = torch.empty_like(hidden), torch.empty_like(hidden)
+        given, out = self._places[shape]
+        graph = torch.cuda.CUDAGraph()
+        with recorded_calls() as calls:
+            # Not by torch.cuda.graph, which waits for the whole GPU. thread_local: other threads copy meanwhile.
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                out.copy_(layer(given))
+            finally:
+                graph.capture_end()
+        self._recorded[key] = _Recorded(graph, given, out, calls)
+        return self._recorded[key]
