@@ -102,7 +102,7 @@ def peer(args: argparse.Namespace, vocabulary: int) -> dict[str, Any]:
     ids = torch.tensor(prompts(args.prompts[0], args.length, vocabulary), device=args.device)
     for _ in range(args.repeats):
         start = time.monotonic()
-        with torch.inference_mode():
+        with torch.inference_mode(), kernel_path(args.path, config.model_type, args.device):
             out = model(input_ids=ids, use_cache=False, output_hidden_states=True)
         out.hidden_states[-1].cpu()  # waits for all of it
         walls.append(time.monotonic() - start)
