@@ -27,7 +27,7 @@ from taugate.numerics.cases import core_cases, recurrent_cases
 from taugate.numerics.kernels import DTYPES, PATHS, Kernels, open_kernels
 from taugate.numerics.layer import LAYER_CASES, build, expected_layer, run_layer
 
-CALIBRATION_SEEDS = range(9)
+CALIBRATION_SEEDS = range(16)
 
 
 def main(argv: list[str]) -> int:

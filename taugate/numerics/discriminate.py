@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 FAMILIES = ("fla", "torch")
 FAULT_SEED = 2000
-CLEAN_SEEDS = range(1000, 1020)
-"""Budgets were set on seeds 0 to 8."""
+CLEAN_SEEDS = range(3000, 3020)
+"""Budgets were set on seeds below 30. (Seeds 1000 to 1019 once showed one that was set on too few.)"""
 
 Pair = tuple["Tensor", "Tensor"]  # what a path gave, what the reference gives
 
