@@ -151,3 +151,19 @@ def test_equal_logits_are_ranked_by_token():
         for size in (90, 700):
             assert found[f"ddtree-{size}"][row] == oracles.depth_in(heap[:size], ranks[row].tolist())
     assert len(set(found["ddtree-700"].tolist())) > 1
+
+
+def test_anchors_may_only_grow():
+    """Blocks are written over context that no later anchor sees: to go back would read them as context."""
+    model = tiny.drafter(KINDS["mixed"])
+    embedding, _ = tiny.tables(model.config)
+    context = model.context(torch.randn(1, 60, 2 * tiny.HIDDEN))
+
+    def draft(anchor):
+        where = torch.tensor([[anchor]])
+        return model(context, where * 0, where, where * 0 + 6, embedding, (anchor, anchor))
+
+    with torch.inference_mode():
+        draft(20), draft(40), draft(40)
+        with pytest.raises(ValueError, match="overwritten"):
+            draft(39)
