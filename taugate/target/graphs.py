@@ -33,6 +33,7 @@ class Graphs:
 
     def __init__(self) -> None:
         self._recorded: dict[Hashable, _Recorded] = {}
+        self.refused = ""  # why recording was given up; everything runs eagerly then
         self._seen: set[Hashable] = set()
         self._places: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
         import torch
@@ -44,16 +45,19 @@ class Graphs:
 
         The first call of a key runs eagerly, so that kernels are loaded and workspaces are there.
         """
-        if key not in self._seen or len(self._recorded) >= _MOST:
+        recorded = self._recorded.get(key)
+        if recorded is None and key in self._seen and not self.refused and len(self._recorded) < _MOST:
+            recorded = self._record(key, layer, hidden)
+        if recorded is None:
             self._seen.add(key)
             return layer(hidden)
-        recorded = self._recorded.get(key) or self._record(key, layer, hidden)
         recorded.given.copy_(hidden)
         recorded.graph.replay()
         count_again(recorded.calls)
         return recorded.out.clone()
 
-    def _record(self, key: Hashable, layer: Callable[[Tensor], Tensor], hidden: Tensor) -> _Recorded:
+    def _record(self, key: Hashable, layer: Callable[[Tensor], Tensor], hidden: Tensor) -> _Recorded | None:
+        """The graph of layer(…), or None where something in it cannot be recorded (a copy to the host, say)."""
         import torch
 
         shape = tuple(hidden.shape)
@@ -61,12 +65,22 @@ class Graphs:
             self._places[shape] = torch.empty_like(hidden), torch.empty_like(hidden)
         given, out = self._places[shape]
         graph = torch.cuda.CUDAGraph()
-        with recorded_calls() as calls:
-            # Not by torch.cuda.graph, which waits for the whole GPU. thread_local: other threads copy meanwhile.
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            try:
-                out.copy_(layer(given))
-            finally:
-                graph.capture_end()
+        try:
+            with recorded_calls() as calls:
+                # Not by torch.cuda.graph, which waits for the whole GPU. thread_local: other threads copy meanwhile.
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                try:
+                    out.copy_(layer(given))
+                finally:
+                    graph.capture_end()
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            self.refused = str(error).splitlines()[0]
+            return None
         self._recorded[key] = _Recorded(graph, given, out, calls)
         return self._recorded[key]
+
+    @property
+    def count(self) -> int:
+        return len(self._recorded)

@@ -26,6 +26,11 @@ class Lanes:
         """The graphs of the lane of the prompt at `place`."""
         return self._graphs[place % self.count] if self._graphs else None
 
+    def facts(self) -> dict[str, Any]:
+        """How many graphs there are, and why there are no more."""
+        refused = [graphs.refused for graphs in self._graphs if graphs.refused]
+        return {"recorded": sum(graphs.count for graphs in self._graphs)} | ({"refused": refused[0]} if refused else {})
+
     @contextmanager
     def of(self, place: int) -> Iterator[None]:
         """Run the body in the lane of the prompt at `place`."""

@@ -49,8 +49,9 @@ class Streamed:
         self._lanes: Lanes | None = None
 
     def facts(self) -> dict[str, Any]:
-        """The plan of memory in MiB."""
-        return {"name": "streamed", **({"plan": self.plan.to_json()} if self.plan else {})}
+        """The plan of memory in MiB, and how many CUDA graphs were recorded."""
+        graphs = {"graphs": self._lanes.facts()} if self._lanes and self.plan else {}
+        return {"name": "streamed", **({"plan": self.plan.to_json()} if self.plan else {}), **graphs}
 
     def states(self, sequences: Sequence[Sequence[int]]) -> Iterator[LayerDone | SequenceDone]:
         """Raises GpuMemoryError before anything is loaded, CheckpointError for a state that is not finite."""
