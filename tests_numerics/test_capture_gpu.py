@@ -107,6 +107,22 @@ def test_streamed_equals_resident(resident, streamed, evidence):
     evidence.add({"type": "agreement", "level": "capture on a GPU", "what": "streamed, resident", "error": 0.0})
 
 
+def test_replayed_layers_equal_resident(checkpoint, sequences, resident):
+    """From the third pass on every layer of an unsegmented prompt is a replayed graph."""
+    from taugate.target.capture import Capture, SequenceDone
+    from taugate.target.kernels import kernel_path
+
+    capture = Capture(str(checkpoint), "fla", "bfloat16", "cuda", TAPS, engine="streamed")
+    for _ in range(5):
+        with kernel_path("fla", capture.model_type, "cuda") as ran:
+            states = {e.index: e.tensors for e in capture.states(sequences) if isinstance(e, SequenceDone)}
+        assert_equal(resident[0], states)
+        layers = {where for what, layers in ran.require()["layers"].items() if "delta_rule" in what for where in layers}
+        assert layers == {layer for layer in range(LAYERS) if (layer + 1) % 4}
+    facts = capture.facts()
+    assert facts["plan"]["graphs"] and facts["graphs"]["recorded"] > 0 and "refused" not in facts["graphs"]
+
+
 def test_fla_ran_in_every_delta_net_layer_and_nothing_else_did(streamed):
     layers = streamed[2]["layers"]
     linear = [layer for layer in range(LAYERS) if (layer + 1) % 4]

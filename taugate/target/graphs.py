@@ -2,8 +2,9 @@
 
 A graph knows addresses, not values. Weights of layers of one kind arrive at the same addresses of the same buffer, and
 a prompt's states are copied to and from fixed places, so one graph serves every layer of the kind and every prompt of
-the length. The kernels and their order are those of the eager call, so the numbers are the same. What a graph replays
-counts as evidence of the kernel path like the calls that it was recorded from.
+the length. That is not taken on trust: a graph is used alone only after it gave, bit for bit, what the eager call
+gives, where it was recorded and once more, in another layer or pass; at the first difference recording is given up.
+What a graph replays counts as evidence of the kernel path like the calls that it was recorded from.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _MOST = 512  # graphs; each holds some hundred KiB
+_CHECKS = 2  # times that a graph has to equal the eager call
 
 
 @dataclass
@@ -26,6 +28,7 @@ class _Recorded:
     given: Tensor
     out: Tensor
     calls: Calls
+    checked: int = 0
 
 
 class Graphs:
@@ -53,8 +56,20 @@ class Graphs:
             return layer(hidden)
         recorded.given.copy_(hidden)
         recorded.graph.replay()
+        if recorded.checked < _CHECKS:
+            return self._checked(recorded, layer(hidden))
         count_again(recorded.calls)
         return recorded.out.clone()
+
+    def _checked(self, recorded: _Recorded, eager: Tensor) -> Tensor:
+        import torch
+
+        if torch.equal(recorded.out, eager):
+            recorded.checked += 1
+        else:
+            self.refused = "a replayed layer differed from the eager call"
+            self._recorded.clear()
+        return eager
 
     def _record(self, key: Hashable, layer: Callable[[Tensor], Tensor], hidden: Tensor) -> _Recorded | None:
         """The graph of layer(…), or None where something in it cannot be recorded (a copy to the host, say)."""

@@ -1,0 +1,92 @@
+"""Recorded layers are believed only as far as they equal the eager call; CUDA's part is played by a stand-in."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from taugate.target.graphs import Graphs
+
+
+class StandIn:
+    """A graph that replays `work`; what was computed while recording stays where it was."""
+
+    def __init__(self, work, fails=False):
+        self.work, self.fails = work, fails
+
+    def capture_begin(self, **_):
+        pass
+
+    def capture_end(self):
+        if self.fails:
+            raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+    def replay(self):
+        self.work()
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    """Graphs of stand-ins; `made` takes what the next graph replays."""
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
+    graphs, made = Graphs(), {}
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: StandIn(lambda: made["work"](graphs), made.get("fails")))
+    return graphs, made
+
+
+def replays(factor):
+    def work(graphs):
+        for given, out in graphs._places.values():
+            out.copy_(given * factor())
+
+    return work
+
+
+def test_a_graph_is_used_alone_after_two_layers_agreed(graphs):
+    lane, made = graphs
+    weight, eager = [2.0], []
+
+    def layer(states):
+        eager.append(weight[0])
+        return states * weight[0]
+
+    made["work"] = replays(lambda: weight[0])
+    for number, expected in enumerate([1, 3, 4, 4, 4]):  # recording calls the layer too
+        weight[0] = 2.0 + number
+        states = torch.full((1, 3, 2), float(number))
+        assert torch.equal(lane.run("key", layer, states), states * weight[0])
+        assert len(eager) == expected
+    assert lane.count == 1 and not lane.refused
+
+
+def test_a_graph_that_differs_is_given_up_and_its_result_not_used(graphs):
+    lane, made = graphs
+    weight = [2.0]
+    made["work"] = replays(lambda: 2.0)  # as if it still read the weights that it was recorded with
+    for number in range(5):
+        weight[0] = 2.0 if number < 2 else 3.0
+        states = torch.ones(1, 3, 2)
+        assert torch.equal(lane.run("key", lambda states: states * weight[0], states), states * weight[0])
+    assert lane.refused == "a replayed layer differed from the eager call" and lane.count == 0
+
+
+def test_what_cannot_be_recorded_runs_eagerly(graphs):
+    lane, made = graphs
+    made |= {"work": lambda graphs: None, "fails": True}
+    for _ in range(4):
+        assert torch.equal(lane.run("key", lambda states: states + 1, torch.ones(1, 2, 2)), torch.full((1, 2, 2), 2.0))
+    assert lane.refused == "operation not permitted when stream is capturing"
+
+
+def test_replayed_calls_count_as_evidence_of_the_layer_that_ran():
+    from taugate.target.kernels import KernelEvidence, count_again, enter_layer, recorded_calls
+
+    evidence = KernelEvidence("fla", hybrid=True)
+    with recorded_calls() as calls:
+        calls.append((evidence, "torch_chunk_gated_delta_rule", "fla.ops.gated_delta_rule.chunk"))
+    for layer in (0, 1, 4):
+        enter_layer(layer)
+        count_again(calls)
+    enter_layer(-1)
+    (layers,) = evidence.require()["layers"].values()
+    assert layers == [0, 1, 4]
