@@ -78,15 +78,22 @@ def test_what_cannot_be_recorded_runs_eagerly(graphs):
     assert lane.refused == "operation not permitted when stream is capturing"
 
 
-def test_replayed_calls_count_as_evidence_of_the_layer_that_ran():
-    from taugate.target.kernels import KernelEvidence, count_again, enter_layer, recorded_calls
+def test_replayed_calls_count_as_evidence_of_the_layer_and_the_run_that_replay_them():
+    """Recorded in one run, replayed in another: the evidence is the other's, and another path is refused."""
+    from taugate.errors import KernelPathError
+    from taugate.target.kernels import count_again, enter_layer, kernel_path, recorded_calls
 
-    evidence = KernelEvidence("fla", hybrid=True)
-    with recorded_calls() as calls:
-        calls.append((evidence, "torch_chunk_gated_delta_rule", "fla.ops.gated_delta_rule.chunk"))
-    for layer in (0, 1, 4):
-        enter_layer(layer)
-        count_again(calls)
-    enter_layer(-1)
-    (layers,) = evidence.require()["layers"].values()
+    with kernel_path("torch", "qwen3_5_text", "cpu") as first, recorded_calls() as calls:
+        calls.append(("torch_chunk_gated_delta_rule", "transformers.models.qwen3_5.modeling_qwen3_5"))
+    assert not first.calls
+    with kernel_path("torch", "qwen3_5_text", "cpu") as second:
+        for layer in (0, 1, 4):
+            enter_layer(layer)
+            count_again(calls)
+        enter_layer(-1)
+    (layers,) = second.require()["layers"].values()
     assert layers == [0, 1, 4]
+    with kernel_path("torch", "qwen3_5_text", "cpu") as third:
+        count_again([("torch_chunk_gated_delta_rule", "fla.ops.gated_delta_rule.chunk")])
+    with pytest.raises(KernelPathError, match="fla"):
+        third.require()

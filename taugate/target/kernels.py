@@ -37,7 +37,8 @@ _OF_FAMILY = {
 _ORIGIN = {"torch": "transformers.", "fla": "fla.", "flash_qla": "fla.ops.gated_delta_rule.backends.flash_qla"}
 _FLA_SWITCH = "FLA_FLASH_QLA"
 _LAYER: ContextVar[int] = ContextVar("layer", default=-1)
-Calls = list[tuple["KernelEvidence", str, str]]
+Calls = list[tuple[str, str]]
+_ACTIVE: ContextVar[KernelEvidence | None] = ContextVar("evidence", default=None)
 _TAPE: ContextVar[Calls | None] = ContextVar("tape", default=None)
 
 
@@ -90,8 +91,9 @@ def recorded_calls() -> Iterator[Calls]:
 
 def count_again(calls: Calls) -> None:
     """Count recorded calls as made in the layer that runs now: a CUDA graph of them was replayed."""
-    for evidence, name, module in calls:
-        evidence.calls[_LAYER.get(), name, module] += 1
+    evidence = _ACTIVE.get()
+    if evidence is not None:
+        evidence.calls.update((_LAYER.get(), name, module) for name, module in calls)
 
 
 @contextmanager
@@ -118,12 +120,14 @@ def kernel_path(path: str, model_type: str, device: str) -> Iterator[KernelEvide
         raise KernelPathError(
             f"{module_name} has no {' or '.join(DELTA_RULE)}; transformers 5.17 and later are supported"
         )
+    token = _ACTIVE.set(evidence)
     with _flash_qla(path == "flash_qla"):
         try:
             for name, original in originals.items():
                 setattr(module, name, _counted(name, *_implementation(name, original, path), evidence))
             yield evidence
         finally:
+            _ACTIVE.reset(token)
             for name, original in originals.items():
                 setattr(module, name, original)
 
@@ -221,7 +225,7 @@ def _counted(name: str, call: Callable[..., Any], proof: Any, evidence: KernelEv
         if tape is None:
             evidence.calls[_LAYER.get(), name, module] += 1
         else:
-            tape.append((evidence, name, module))
+            tape.append((name, module))
         return call(*args, **kwargs)
 
     return counted
