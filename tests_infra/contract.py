@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 DIRECTORY = Path(__file__).resolve().parents[1] / "fixtures" / "contract"
-STATES = ("loading", "ready", "stop-mixed", "stop-control-group")
+STATES = ("loading", "ready", "stop-mixed", "stop-control-group", "crash")
 
 
 def recorded(state: str) -> dict[str, Any]:

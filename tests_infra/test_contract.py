@@ -30,7 +30,7 @@ from taugate.host.sglang import Load, SGLangClient
 from taugate.polling import poll
 from tests_infra.contract import STATES, at, differences, recorded, sequence, value_at
 
-LOADING, READY, MIXED, GROUP = (recorded(state) for state in STATES)
+LOADING, READY, MIXED, GROUP, CRASH = (recorded(state) for state in STATES)
 EXCHANGES = {exchange["name"]: exchange for exchange in READY["exchanges"]}
 # What taugate reads of an answer; the stand-in must have it too.
 READ = {
@@ -342,6 +342,15 @@ def test_the_stand_in_ends_its_running_request_and_then_itself(process):
     assert found(recording["in_flight"], status, body) == []
     assert (recording["unit"]["ExecMainCode"], recording["unit"]["ExecMainStatus"]) == ("1", "0")  # exited with 0
     assert process.wait(10) == 0
+
+
+def test_a_token_id_that_the_model_has_not_kills_the_stand_in_as_it_kills_the_real_server(process):
+    process, port = process
+    assert CRASH["answer"]["status"] == -1 and CRASH["unit"]["ActiveState"] == "failed"
+    asked = CRASH["request"]
+    with pytest.raises(ConnectionError):
+        ask(port, asked["method"], asked["path"], asked["body"])
+    assert process.wait(10) == -int(CRASH["unit"]["ExecMainStatus"])
 
 
 @pytest.mark.parametrize("recording", [MIXED, GROUP], ids=lambda recording: recording["kill_mode"])
