@@ -35,10 +35,10 @@ def test_the_whole_matrix_is_forty_rows_and_more():
 
 
 @pytest.mark.slow
-def test_a_window_costs_at_most_three_seconds_beyond_stop_start_and_job(tmp_path, record_property):
+def test_a_window_costs_at_most_three_seconds_beyond_stop_start_and_job(tmp_path):
     need_host()
     with SystemdHost(tmp_path / "host") as host:
         host.wait_serving()
         steps = measure(host, windows=2)
-    record_property("steps", [f"{step.name} {step.beyond_s:.2f}" for step in steps])
+    print("; ".join(f"{step.name} {step.beyond_s:.2f} s" for step in steps))  # into the report, as <system-out>
     assert overhead(steps)["overhead_s"] <= LIMIT_S, steps
