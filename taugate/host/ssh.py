@@ -173,6 +173,8 @@ class SshTransport:
                 except paramiko.ChannelException as error:
                     refusals.append(error)
                 except LOST as error:
+                    if isinstance(error, EOFError):
+                        login.close()  # it cannot be written to, which the thread that reads it may not know yet
                     if login.active or time.monotonic() >= end:
                         raise self._lost(error) from error
             if len(refusals) < len(logins):  # one was lost, and nobody had noticed: nothing has been asked of it yet
