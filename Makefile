@@ -38,11 +38,11 @@ gate: $(STAMP)
 		$(if $(DRAFTER),--drafter '$(DRAFTER)') $(if $(PROMPTS),--set completions.limit=$(PROMPTS)) $(ARGS)
 
 test: $(STAMP) $(PARITY)
-	$(BIN)/pytest -n 2 --dist loadfile -m "not gpu_window and not slow" --junitxml=$(REPORTS)/test.xml
+	$(BIN)/pytest -n 2 --dist loadfile --junitxml=$(REPORTS)/test.xml
 	$(BIN)/pytest -m gpu_window --profile embedded --junitxml=$(REPORTS)/gate.xml
 
 test-all: $(STAMP) $(PARITY)
-	$(BIN)/pytest -n 2 --dist loadfile --junitxml=$(REPORTS)/test.xml
+	$(BIN)/pytest -n 2 --dist loadfile -m "not gpu_window" --junitxml=$(REPORTS)/test.xml
 	$(BIN)/pytest -m gpu_window --profile embedded --junitxml=$(REPORTS)/gate.xml
 
 numerics: $(STAMP)
