@@ -113,18 +113,23 @@ def table_overhead(pair: FullAttentionPair, prompts: int, new: int, rounds: int 
     }
 
 
-def growth(prompts: int, new: int) -> dict[str, Any]:
-    """One walk over random states: time per token and peak memory. Run in a process of its own."""
-    drafter, embedding, head = random_states.drafter()
+def growth(prompts: int, new: int, window: int | None) -> dict[str, Any]:
+    """One walk over random states: time per token and peak memory. Run in a process of its own.
+
+    window: of both layers; None for layers that see the whole context, whose work per token grows with its length.
+    """
+    drafter, embedding, head = random_states.drafter(window)
     items = random_states.stream(drafter, embedding, head, prompts, new)
     spent, walked = seconds(lambda: list(walk_together(drafter, items, embedding, head, CHAIN, prompts_per_batch=16)))
     tokens = sum(cycle.emitted for _, cycles in walked for cycle in cycles)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    return {"prompts": prompts, "new_tokens": new, "us_per_token": 1e6 * spent / tokens, "peak_mib": peak}
+    return {
+        "prompts": prompts, "new_tokens": new, "window": window, "us_per_token": 1e6 * spent / tokens, "peak_mib": peak,
+    }  # fmt: skip
 
 
-def in_a_process(prompts: int, new: int) -> dict[str, Any]:
-    command = [sys.executable, __file__, "--growth", str(prompts), str(new)]
+def in_a_process(prompts: int, new: int, window: int | None) -> dict[str, Any]:
+    command = [sys.executable, __file__, "--growth", str(prompts), str(new), str(window or 0)]
     out = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
     found = json.loads(out.stdout.splitlines()[-1])
     say("growth", found)
@@ -144,7 +149,8 @@ def main() -> None:
     parser.add_argument("--keep", type=Path, help="file of the public tool's runs, so that they can be interrupted")
     parser.add_argument("--quick", action="store_true", help="small sizes: does every row run?")
     parser.add_argument(
-        "--growth", type=int, nargs=2, metavar=("PROMPTS", "TOKENS"), help="one row of the growth table"
+        "--growth", type=int, nargs=3, metavar=("PROMPTS", "TOKENS", "WINDOW"),
+        help="one row of the growth table; WINDOW 0 for full attention",
     )
     args = parser.parse_args()
     if args.device == "cpu":
@@ -153,7 +159,7 @@ def main() -> None:
         print(json.dumps(real_shape(say, args.device, quick=args.quick)))
         return
     if args.growth:
-        print(json.dumps(growth(*args.growth)))
+        print(json.dumps(growth(*args.growth[:2], args.growth[2] or None)))
         return
     prompts, tokens = (4, 24) if args.quick else (args.prompts, args.tokens)
     result: dict[str, Any] = {}
@@ -167,7 +173,7 @@ def main() -> None:
         say("table", result["table_over_forwards"])
     if args.only in (None, "growth"):
         sizes = [(2, 16), (4, 16)] if args.quick else [(16, 256), (64, 256), (256, 256), (16, 1024), (16, 4096)]
-        result["growth"] = [in_a_process(*size) for size in sizes]
+        result["growth"] = [in_a_process(*size, window) for window in (128, None) for size in sizes]
     print(json.dumps(result))
 
 

@@ -97,17 +97,19 @@ class FullAttentionPair:
         return torch.cat([out.hidden_states[tap + 1] for tap in self.drafter.config.target_layer_ids], -1)[0]
 
 
-def _tiny_config() -> dict[str, Any]:
+def _tiny_config(window: int | None) -> dict[str, Any]:
+    kinds = ["full_attention" if window is None else "sliding_attention"] * 2
     return {
+        "layer_types": kinds, "sliding_window": window, "use_sliding_window": window is not None,
         "hidden_size": 128, "intermediate_size": 320, "num_hidden_layers": 2, "num_attention_heads": 4,
         "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 2048, "rms_norm_eps": 1e-6, "rope_theta": 1e4,
         "num_target_layers": 10, "block_size": 8, "mask_token_id": 1, "target_layer_ids": [1, 3, 5, 7, 8],
     }  # fmt: skip
 
 
-def _drafter() -> tuple[Drafter, Tensor, Tensor]:
+def _drafter(window: int | None) -> tuple[Drafter, Tensor, Tensor]:
     torch.manual_seed(0)
-    drafter = Drafter(parse_config(_tiny_config(), "benchmark")).eval().requires_grad_(False)
+    drafter = Drafter(parse_config(_tiny_config(window), "benchmark")).eval().requires_grad_(False)
     table = torch.randn(2048, 128)
     return drafter, table, table
 

@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -63,10 +64,13 @@ def _discriminate(kernels: Kernels, budgets: Budgets, family: str, seeds: int) -
         what = row.faulty.budget.what if row.caught else "MISSED"
         name = f"{row.fault.name:48} {row.fault.level:10} {row.fault.dtype:4}"
         print(f"{name}  {clean:5.2f}  {faulty:8.3g}  {what:12}  {', '.join(row.let_through)}", flush=True)
-    alarms: list[Agreement] = [
-        *op_level.false_alarms(kernels, budgets, family, op_level.CLEAN_SEEDS[:seeds]),
-        *model_level.false_alarms(bench, op_level.CLEAN_SEEDS[:seeds]),
-    ]
+    alarms: list[Agreement] = []
+    began = time.monotonic()
+    for number, seed in enumerate(op_level.CLEAN_SEEDS[:seeds], 1):
+        alarms += op_level.false_alarms(kernels, budgets, family, [seed])
+        alarms += model_level.false_alarms(model_level.Bench(kernels, budgets, family), [seed])  # keeps no other seed's
+        left = (time.monotonic() - began) / number * (seeds - number)
+        print(f"clean seeds {number}/{seeds}, {len(alarms)} false alarms, about {left:.0f} s left", file=sys.stderr)
     for alarm in alarms:
         print(f"false alarm: {alarm}")
     caught = sum(row.caught for row in rows)
