@@ -311,3 +311,19 @@ def test_local_command_leaves_no_process_after_its_deadline(tmp_path):
             ["sh", "-c", f"echo $$ > {shlex.quote(str(mark))}; sleep 60 & wait"], deadline=0.5
         )
     assert not Path(f"/proc/{mark.read_text().strip()}").exists()
+
+
+def test_a_connection_that_cannot_be_written_to_is_replaced(ssh, monkeypatch):
+    """The socket is gone and the thread that reads it does not know yet: nothing was asked, so it is asked anew."""
+    from taugate.host.sshlogin import Login
+
+    first, session = ssh._any_login(), Login.session
+
+    def broken(self, timeout):
+        if self is first:
+            raise EOFError
+        return session(self, timeout)
+
+    monkeypatch.setattr(Login, "session", broken)
+    assert ssh.run(["true"], deadline=10).rc == 0
+    assert not first.active
