@@ -46,6 +46,9 @@ class FullAttentionPair:
         from tokenizers import Tokenizer
         from transformers import AutoModelForCausalLM, Qwen3Config
 
+        for part in ("target", "drafter"):
+            if not (directory / part / "config.json").is_file():
+                raise SystemExit(f"{directory} has no {part}/config.json; name a directory with target/ and drafter/")
         # The public package calls transformers by names that it has since deprecated.
         warnings.filterwarnings("ignore", message="`past_key_values` is deprecated")
         public = importlib.import_module("dflash.model")

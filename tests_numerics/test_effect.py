@@ -105,13 +105,13 @@ def test_wrong_states_show_in_tau(drafters, shipped_sequences, kernels):
     assert taus["noise of half their size"] < taus[EXACT] - 0.1, taus
 
 
-@pytest.mark.parametrize("missing", ["--target", "--drafter"])
-def test_a_checkpoint_that_is_not_there_is_one_sentence(missing, capsys, tmp_path):
+@pytest.mark.parametrize("missing", ["--target", "--drafter", "--prompts", "--completions"])
+def test_what_is_not_there_is_one_sentence(missing, capsys, tmp_path):
     from taugate.__main__ import main
 
-    given = {"--target": PAIR / "target", "--drafter": drafter_path("candidate"), missing: tmp_path / "nowhere"}
-    data = {"--prompts": PAIR.parent / "prompts.jsonl", "--completions": PAIR.parent / "completions.jsonl"}
-    options = [str(part) for option in (given | data).items() for part in option]
+    given = {"--target": PAIR / "target", "--drafter": drafter_path("candidate")}
+    given |= {"--prompts": PAIR.parent / "prompts.jsonl", "--completions": PAIR.parent / "completions.jsonl"}
+    options = [str(part) for option in (given | {missing: tmp_path / "nowhere"}).items() for part in option]
     assert main(["numerics", "effect", *options, "--limit", "1", "--device", "cpu"]) == 1
     said = capsys.readouterr().err.strip()
     assert "nowhere" in said and "\n" not in said

@@ -23,10 +23,17 @@ from taugate.target.store import StateStore
 def shipped_sequences(prompts: Path, completions: Path, max_new_tokens: int) -> list[CachedSequence]:
     """Sequences from a prompts file and a file of completions ({"id", "prompt_ids", "output_ids"} per line).
 
-    Raises StoreError when a prompt has no completion, or one that belongs to another text.
+    Raises StoreError when a prompt has no completion, or one that belongs to another text, or the file cannot be read.
     """
-    lines = (json.loads(line) for line in completions.read_text(encoding="utf-8").splitlines())
-    known = {line["id"]: line for line in lines}
+    try:
+        lines = (json.loads(line) for line in completions.read_text(encoding="utf-8").splitlines())
+        known = {line["id"]: line for line in lines}
+    except OSError as error:
+        raise StoreError(f"{completions} cannot be read ({error.strerror}); name the file of completions") from None
+    except (ValueError, KeyError, TypeError):
+        raise StoreError(
+            f"{completions} is no file of completions: each line is a JSON object with id, text, prompt_ids, output_ids"
+        ) from None
     sequences = []
     for prompt in read_prompts(prompts):
         entry = known.get(prompt.id)
