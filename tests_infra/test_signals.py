@@ -54,10 +54,8 @@ def test_long(server):
     Path("running").touch()
     wait_for("never")
 
-@pytest.mark.slow
 def test_setup(slow_setup): pass
 
-@pytest.mark.slow
 @pytest.mark.gpu_window
 def test_borrowed(window): pass
 """
