@@ -35,7 +35,10 @@ def canonical_json(value: Any) -> str:
 
 
 def write_atomic(path: Path, data: bytes | str) -> None:
-    """Write `data` to `path` through a temporary file in the same directory, fsync and rename."""
+    """Write `data` to `path` through a temporary file in the same directory, fsync and rename.
+
+    An OSError names `path`, also where the system names nothing.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
@@ -45,9 +48,20 @@ def write_atomic(path: Path, data: bytes | str) -> None:
             os.fsync(stream.fileno())
         os.chmod(name, 0o644)
         os.replace(name, path)
-    except BaseException:
+    except BaseException as error:
         Path(name).unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename is None:
+            error.filename = str(path)
         raise
+
+
+def sync(path: Path) -> None:
+    """Have the contents of a file or the entries of a directory on the disk before anything is said about them."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def disk_full(error: BaseException) -> str | None:
@@ -57,6 +71,15 @@ def disk_full(error: BaseException) -> str | None:
     # safetensors writes in Rust, and gives the number in its text only.
     known = _FULL.items() if type(error).__name__ == "SafetensorError" else ()
     return next((text for code, text in known if f"os error {code})" in str(error)), None)
+
+
+def file_error(error: OSError) -> str:
+    """One sentence for a file or directory that the system refuses; empty if the error is about something else."""
+    if error.filename is None:
+        return ""
+    if said := disk_full(error):
+        return f"the disk of {os.path.dirname(error.filename) or '.'} {said}: make room there"
+    return f"{error.filename} cannot be used ({error.strerror}); correct the path or its permissions"
 
 
 def sha256_files(paths: Iterable[Path], root: Path) -> str:

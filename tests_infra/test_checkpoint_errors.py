@@ -50,7 +50,7 @@ def rewrite(directory, change):
     for shard in tensors:
         tensors[shard] = change(tensors[shard])
         save_file(tensors[shard], directory / shard)
-    index = {"weight_map": {key: shard for shard, keys in tensors.items() for key in keys}}
+    index = {"metadata": {}, "weight_map": {key: shard for shard, keys in tensors.items() for key in keys}}
     (directory / INDEX).write_text(json.dumps(index))
 
 
@@ -104,6 +104,26 @@ class TestRefused:
         (broken / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "fp8"}}))
         assert "quantized checkpoint (fp8)" in refused(broken)
 
+    @pytest.mark.parametrize(
+        ("change", "said"),
+        [
+            ({"text_config": "x"}, "config.json is not a JSON object"),
+            ({"quantization_config": [1]}, "quantized checkpoint (unknown)"),
+        ],
+    )
+    def test_a_config_with_something_else_in_an_objects_place(self, broken, change, said):
+        config = json.loads((broken / "config.json").read_text())
+        (broken / "config.json").write_text(json.dumps(config | change))
+        assert said in refused(broken)
+
+    @pytest.mark.parametrize("change", [{"num_hidden_layers": "eight"}, {"eos_token_id": "end"}, {"vocab_size": None}])
+    def test_a_config_with_something_else_in_a_numbers_place(self, broken, change):
+        config = json.loads((broken / "config.json").read_text())
+        config["text_config"] |= change
+        (broken / "config.json").write_text(json.dumps(config))
+        with pytest.raises(CheckpointError, match=r"config\.json holds something else than a number \(.*copy the"):
+            read_target(broken)
+
     @pytest.mark.parametrize("text", ["{", "[]"])
     def test_a_config_that_is_no_json_object(self, broken, text):
         (broken / "config.json").write_text(text)
@@ -127,8 +147,10 @@ class TestRefused:
         (broken / INDEX).unlink()
         assert f"{INDEX} is missing, although {FIRST} is there" in refused(broken)
 
-    def test_an_unreadable_index(self, broken):
-        (broken / INDEX).write_text('{"weight_map": ')
+    @pytest.mark.parametrize("text", ['{"weight_map": ', '{"metadata": {}}', f'{{"weight_map": {{"a": "{FIRST}"}}}}'])
+    def test_an_unreadable_index(self, broken, text):
+        """The last one lacks metadata, without which transformers ends in a KeyError."""
+        (broken / INDEX).write_text(text)
         assert f"{INDEX} is not a readable index" in refused(broken)
 
     def test_a_key_that_the_index_places_in_the_wrong_shard(self, broken):
@@ -211,6 +233,8 @@ class TestHuggingFaceCache:
             find_checkpoint("Org/Other")
         with pytest.raises(CheckpointError, match="does not exist; set target.path"):
             find_checkpoint("/nowhere/at/all")
+        with pytest.raises(CheckpointError, match="it is a file, not a directory"):
+            find_checkpoint(cache / "refs" / "main")
 
     def test_incomplete_downloads(self, cache):
         (cache / "refs" / "main").write_text("ffff")
@@ -223,6 +247,10 @@ class TestHuggingFaceCache:
         (cache / "blobs" / "0").unlink()  # config.json
         with pytest.raises(CheckpointError, match="there is no target checkpoint at"):
             read_target(cache / "snapshots" / "0123abcd")
+        shutil.rmtree(cache / "snapshots")
+        (cache / "snapshots").mkdir()
+        with pytest.raises(CheckpointError, match="holds no snapshot: the download is incomplete"):
+            find_checkpoint("Org/Tiny")
 
 
 class TestHashes:
@@ -244,8 +272,9 @@ class TestHashes:
         assert not [name for name in hashed if name.startswith("model-")], "size and mtime are as they were"
         rewrite(broken, lambda t: t | {KEY: t[KEY] + 1} if KEY in t else t)
         assert read_target(broken, memo).weights_sha256 != first
-        memo.write_text("{ damaged")
-        assert read_target(broken, memo).weights_sha256 != first, "a damaged memo is only a memo"
+        for damaged in ("{ damaged", "[1]"):
+            memo.write_text(damaged)
+            assert read_target(broken, memo).weights_sha256 != first, "a damaged memo is only a memo"
 
     def test_what_was_hashed_before_an_interruption_is_remembered(self, broken, tmp_path, monkeypatch):
         from taugate.target import checkpoint
@@ -292,6 +321,7 @@ def test_a_checkpoint_that_is_wrong_costs_no_gpu(broken, monkeypatch):
     from taugate.target.capture import Capture
     from taugate.target.worker import run
 
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "init", lambda: pytest.fail("CUDA was touched"))
     monkeypatch.setattr(Capture, "from_spec", lambda *_: pytest.fail("the model was loaded"))
     (broken / SECOND).write_bytes((broken / SECOND).read_bytes()[:-7])

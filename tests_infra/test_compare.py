@@ -90,6 +90,23 @@ def test_the_command_matches_by_tokens_and_prints_a_table_and_json(outputs, caps
     assert "is no directory of states" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("damage", ["flip", "remove", "cut json", "no text"])
+def test_damaged_results_are_one_sentence_that_names_the_file(outputs, capsys, damage):
+    """A flipped bit would otherwise come out as a difference of the engines."""
+    file, told = outputs[0] / "a1.safetensors", outputs[0] / "a1.json"
+    data = file.read_bytes()
+    if damage == "flip":
+        file.write_bytes(data[:-3] + bytes([data[-3] ^ 1]) + data[-2:])
+    elif damage == "remove":
+        file.unlink()
+    else:
+        told.write_bytes(b"{" if damage == "cut json" else b"\xff")
+    assert main([*map(str, outputs)]) == 1
+    said = capsys.readouterr()
+    assert said.err.count("\n") == 1 and not said.out
+    assert str(file if damage in ("flip", "remove") else told) in said.err
+
+
 def test_two_paths_in_one_store_are_told_apart(tmp_path, capsys):
     store = StateStore(tmp_path, "tiny")
     for path, noise in (("torch", 0.0), ("fla", 0.004)):

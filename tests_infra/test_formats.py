@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import pickle
 from pathlib import Path
 
 import pytest
@@ -194,13 +195,35 @@ class TestRefused:
                 return (open, (str(tmp_path / "was here"), "w"))
 
         torch.save({"input_ids": Evil()}, tmp_path / "data_1.ckpt")
-        said = self.sentence("specforge", tmp_path / "data_1.ckpt", facts(model, (0, 2)), tmp_path)
-        assert "holds more than tensors and is not loaded" in said
+        (tmp_path / "data_2.ckpt").write_bytes(pickle.dumps({"input_ids": Evil()}, protocol=2))
+        for name in ("data_1.ckpt", "data_2.ckpt"):
+            said = self.sentence("specforge", tmp_path / name, facts(model, (0, 2)), tmp_path)
+            assert "holds more than tensors and is not loaded" in said
         assert not (tmp_path / "was here").exists()
 
-    @pytest.mark.parametrize("cut", [3, 200])
+    @pytest.mark.parametrize("cut", [0, 3, 200])
     def test_files_that_are_cut(self, specforge, speculators, model, tmp_path, cut):
-        for file, format in ((specforge, "specforge"), (speculators, "speculators")):
+        plain = tmp_path / "data_1.ckpt"
+        plain.write_bytes(gzip.decompress(specforge.read_bytes()))
+        for file, format in ((specforge, "specforge"), (plain, "specforge"), (speculators, "speculators")):
             file.write_bytes(file.read_bytes()[:cut])
             layers = (0, 2) if format == "specforge" else (1, 3)
-            assert "cannot be read" in self.sentence(format, file, facts(model, layers), tmp_path)
+            said = self.sentence(format, file, facts(model, layers), tmp_path)
+            assert any(words in said for words in ("is cut or no", "is not a readable safetensors file", "bytes long"))
+
+    def test_files_that_are_not_there(self, model, tmp_path):
+        for name, format in (("data_0.ckpt", "specforge"), ("hs_0.safetensors", "speculators")):
+            said = self.sentence(format, tmp_path / name, facts(model, (1, 2)), tmp_path)
+            assert said == f"{tmp_path / name} cannot be read (No such file or directory); fetch it again"
+
+    def test_states_without_positions(self, states, model, tmp_path):
+        for shape in ((), (64,)):
+            file = write_specforge(tmp_path / "d.ckpt", states, {"hidden_states": torch.zeros(shape)})
+            said = self.sentence("specforge", file, facts(model, (0, 2)), tmp_path)
+            assert f"hidden_states has shape {list(shape)}, not [1, S, width]" in said
+
+    def test_tokens_that_are_no_whole_numbers(self, speculators, model, tmp_path):
+        hidden = torch.zeros(2, 3, 32).bfloat16()
+        save_file({"token_ids": torch.tensor([1.0, 2.5]), "hidden_states": hidden}, speculators)
+        said = self.sentence("speculators", speculators, facts(model, (1, 3)), tmp_path)
+        assert "holds tokens that are no whole numbers" in said

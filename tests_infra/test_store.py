@@ -83,6 +83,36 @@ def test_damage_is_an_error_that_names_the_file(store, tmp_path, damage):
         store.load(IDENTITY.key(IDS), ["tap.1"])
 
 
+@pytest.mark.parametrize("damage", ["truncate", "remove"])
+def test_what_is_plainly_damaged_is_not_taken_for_stored(store, tmp_path, damage):
+    """Whoever asks what is missing must not be told "nothing": the entry would be found damaged at the replay."""
+    adopt(store, tmp_path, ["tap.1"])
+    key = IDENTITY.key(IDS)
+    states = store.directory(key) / "states.safetensors"
+    states.write_bytes(states.read_bytes()[:-3]) if damage == "truncate" else states.unlink()
+    with pytest.raises(StoreError, match=f"{states} (does not have the size|is missing)"):
+        store.missing(key, ["tap.1"])
+
+
+@pytest.mark.parametrize("name", ["file", "sha256", "bytes", "tensors", "generation", "provenance"])
+def test_a_meta_json_that_lacks_something_is_damaged(store, tmp_path, name):
+    adopt(store, tmp_path, ["tap.1"])
+    meta = store.directory(IDENTITY.key(IDS)) / "meta.json"
+    meta.write_text(json.dumps({key: value for key, value in json.loads(meta.read_text()).items() if key != name}))
+    for ask in (store.names, lambda key: store.load(key, ["tap.1"])):
+        with pytest.raises(StoreError, match=f"{meta} lacks a usable {name}; delete its directory"):
+            ask(IDENTITY.key(IDS))
+
+
+def test_a_tensor_that_only_meta_json_names_is_damage(store, tmp_path):
+    adopt(store, tmp_path, ["tap.1"])
+    meta = store.directory(IDENTITY.key(IDS)) / "meta.json"
+    told = json.loads(meta.read_text())
+    meta.write_text(json.dumps(told | {"tensors": told["tensors"] | {"tap.5": {}}}))
+    with pytest.raises(StoreError, match=r"meta\.json names tap\.5, which states\.safetensors lacks"):
+        store.load(IDENTITY.key(IDS), ["tap.1", "tap.5"])
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     field=st.sampled_from(
@@ -276,3 +306,12 @@ class TestPrune:
         assert "would remove 2 of 4 states" in out and json.loads(out.splitlines()[-1])["pruned_bytes"] == 2 * size
         assert main(["prune", "--store", str(root / "elsewhere"), "--max-size", "1G"]) == 1
         assert capsys.readouterr().err.count("\n") == 1
+
+    @pytest.mark.parametrize("args", [["--older-than", "soon"], ["--older-than=-3d"], ["--max-size", "5X"], []])
+    def test_a_bad_age_or_size_is_one_sentence(self, filled, capsys, args):
+        with pytest.raises(SystemExit) as ended:
+            main(["prune", "--store", str(filled[0]), *args])
+        said = capsys.readouterr().err
+        assert ended.value.code == 2 and said.count("\n") == 1
+        assert (args[-1].rpartition("=")[2] if args else "prune needs --older-than") in said
+        assert len(self.left(filled[0])) == 4

@@ -95,7 +95,7 @@ def test_kill_9_half_way_and_the_next_run_does_the_rest_with_the_same_bytes(whol
     assert {path.suffix for path in mine.iterdir()} == {".json", ".safetensors"}, "nothing half is left"
 
 
-@pytest.mark.parametrize("damage", ["no record", "cut", "other tokens", "other taps"])
+@pytest.mark.parametrize("damage", ["no record", "another record", "cut", "other tokens", "other taps"])
 def test_what_is_not_complete_is_captured_again(whole, tmp_path, damage):
     spec, out, _ = whole
     (tmp_path / "out").mkdir()
@@ -103,6 +103,8 @@ def test_what_is_not_complete_is_captured_again(whole, tmp_path, damage):
         (tmp_path / "out" / path.name).write_bytes(path.read_bytes())
     if damage == "no record":
         (tmp_path / "out" / "key03.json").unlink()
+    elif damage == "another record":
+        (tmp_path / "out" / "key03.json").write_text("[]")
     elif damage == "cut":
         file = tmp_path / "out" / "key03.safetensors"
         file.write_bytes(file.read_bytes()[:-1])
@@ -156,6 +158,7 @@ def _host():
         (MemoryError(), "the host has too little memory for the capture"),
         (_host, "the host has too little memory for the capture"),
         (OSError(28, "No space left on device"), "the disk of .* is full: make room there"),
+        (ImportError("libx.so: failed to map segment from shared object"), "the host has too little memory"),
         (OSError(122, "Disk quota exceeded"), "the disk of .* is over its quota"),
     ],
 )
@@ -215,10 +218,121 @@ class TestCommand:
         assert worker.main(["--model", str(model), "--sequences", str(tmp_path / "s")]) == 1
         assert said in capsys.readouterr().err
 
-    def test_an_unusable_spec(self, tmp_path, capsys):
-        (tmp_path / "s").write_text("{}")
+    @pytest.mark.parametrize(
+        ("args", "said"),
+        [
+            (["--taps", "4"], "taps [4] are outside the target's layers 0…3"),
+            (["--no-final-hidden"], "no tap and no final_hidden was asked for"),
+            (["--kernel-path", "fla"], 'kernel_path "fla" needs a GPU, and the capture runs on a CPU'),
+            (["--device", "cuda"], "torch finds no GPU"),
+            (["--max-gpu-memory", "3TB"], "max_gpu_memory is '3TB'; write"),
+            (["--max-gpu-memory", "0"], "max_gpu_memory is 0"),
+        ],
+    )
+    def test_what_the_target_or_the_machine_cannot_do_is_known_first(
+        self, model, tmp_path, capsys, monkeypatch, args, said
+    ):
+        """Before the weights are hashed, which takes minutes for a large target, and before anything is written."""
+        import torch
+
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        monkeypatch.setattr("taugate.target.here.read_target", lambda *_: pytest.fail("the weights were hashed"))
+        (tmp_path / "s").write_text('{"token_ids": [1, 2]}')
+        given = ["--model", str(model), "--sequences", str(tmp_path / "s"), "--store", str(tmp_path / "store"), *args]
+        assert worker.main(given) == 1
+        told = capsys.readouterr()
+        assert said in told.err and told.err.count("\n") == 1
+        assert [json.loads(line)["event"] for line in told.out.splitlines()] == ["error"]
+        assert not (tmp_path / "store").exists()
+
+    @pytest.mark.parametrize(
+        ("args", "said"),
+        [
+            (["--engine", "turbo"], "invalid choice: 'turbo'"),
+            (["--device", "tpu"], "invalid choice: 'tpu'"),
+            (["--threads", "0"], "'0' is no number of at least 1"),
+            (["--taps", "a,b"], "'a,b' is no list of layers"),
+            ([], "give either --spec and --out, or --model and --sequences"),
+        ],
+    )
+    def test_unusable_options_are_one_sentence(self, capsys, args, said):
+        with pytest.raises(SystemExit) as ended:
+            worker.main(args)
+        told = capsys.readouterr().err
+        assert ended.value.code == 2 and said in told and told.count("\n") == 1
+
+    @pytest.mark.parametrize(
+        ("change", "said"),
+        [
+            ({"engine": "turbo"}, "engine is 'turbo', not one of auto, resident, streamed"),
+            ({"dtype": "float8"}, "dtype is 'float8', not one of bfloat16, float32"),
+            ({"taps": ["1"]}, "taps is not a list of layers"),
+            ({"threads": 0}, "threads is 0, not a number of at least 1"),
+            ({"tapz": [1]}, "tapz is not part of one"),
+            ({"sequences": [{"key": "a", "token_ids": []}]}, "sequence 1 has no token_ids"),
+            ({"sequences": [{"key": "../a", "token_ids": [1]}]}, "sequence 1 has no key that can be a file's name"),
+            ({"sequences": [{"key": "a", "token_ids": [1]}] * 2}, "sequence 2 has the key a of an earlier one"),
+            ({"sequences": [{"key": "a", "token_ids": [64]}]}, "sequence 1 holds token 64, but the vocabulary of"),
+        ],
+    )
+    def test_an_unusable_spec(self, model, tmp_path, capsys, change, said):
+        (tmp_path / "s").write_text(json.dumps(make_spec(model, count=1) | change))
+        assert worker.main(["--spec", str(tmp_path / "s"), "--out", str(tmp_path / "out")]) == 1
+        told = capsys.readouterr().err
+        assert said in told and told.count("\n") == 1 and not (tmp_path / "out").exists()
+
+    @pytest.mark.parametrize("text", ["{", "[]", "{}", None])
+    def test_a_file_that_is_no_spec(self, tmp_path, capsys, text):
+        if text is not None:
+            (tmp_path / "s").write_text(text)
         assert worker.main(["--spec", str(tmp_path / "s"), "--out", str(tmp_path)]) == 1
-        assert "is no capture spec" in capsys.readouterr().err
+        assert ("is no capture spec" if text else "cannot be read (No such file") in capsys.readouterr().err
+
+    def test_places_that_cannot_be_written(self, model, tmp_path, capsys):
+        (tmp_path / "file").write_text("")
+        (tmp_path / "s").write_text('{"token_ids": [1, 2]}')
+        (tmp_path / "spec").write_text(json.dumps(make_spec(model, count=1)))
+        for args in (["--model", str(model), "--sequences", str(tmp_path / "s"), "--device", "cpu", "--store"],
+                     ["--spec", str(tmp_path / "spec"), "--out"]):  # fmt: skip
+            assert worker.main([*args, str(tmp_path / "file")]) == 1
+            said = capsys.readouterr().err
+            assert said == f"{tmp_path / 'file'} cannot be used (File exists); correct the path or its permissions\n"
+
+    def test_a_disk_that_is_full_from_the_start(self, model, tmp_path):
+        """The memo of hashes is the first that does not fit."""
+        (tmp_path / "s").write_text('{"token_ids": [1, 2]}')
+        argv = [sys.executable, "-m", "taugate.target.capture", "--model", str(model), "--sequences",
+                str(tmp_path / "s"), "--device", "cpu", "--store", str(tmp_path / "store")]  # fmt: skip
+        limited = ["sh", "-c", 'ulimit -f 0; exec "$@"', "sh", *argv]
+        done = subprocess.run(limited, capture_output=True, text=True, env=ENV, timeout=120, check=False)
+        assert done.returncode == 1
+        assert done.stderr == f"the disk of {tmp_path / 'store'} takes no file of this size: make room there\n"
+        assert not list((tmp_path / "store").iterdir())
+
+    def test_whoever_waits_for_another_process_says_so(self, model, tmp_path):
+        from filelock import FileLock
+
+        from taugate.target.here import LOCK, Wanted, capture_into_store
+
+        lock = FileLock(tmp_path / LOCK)
+        lock.acquire()
+        events = capture_into_store(model, [[1, 2]], Wanted("torch", "float32", "cpu", (1,)), tmp_path)
+        said = next(events)
+        assert said["event"] == "waiting" and str(tmp_path) in said["sentence"]
+        lock.release()
+        assert list(events)[-1]["captured"] == 1
+
+    def test_taps_are_not_computed_for_an_entry_that_is_damaged(self, model, tmp_path, monkeypatch):
+        from taugate.errors import StoreError
+        from taugate.target.here import Wanted, capture_into_store
+
+        list(capture_into_store(model, [[1, 2]], Wanted("torch", "float32", "cpu", (1,)), tmp_path))
+        (states,) = tmp_path.glob("states/*/*/*/states.safetensors")
+        data = states.read_bytes()
+        states.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+        monkeypatch.setattr(worker.Capture, "from_spec", lambda *_: pytest.fail("the model was loaded"))
+        with pytest.raises(StoreError, match="does not have the content"):
+            list(capture_into_store(model, [[1, 2]], Wanted("torch", "float32", "cpu", (1, 2)), tmp_path))
 
 
 @pytest.mark.parametrize(

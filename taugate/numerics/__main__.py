@@ -10,7 +10,6 @@ line of JSON.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
@@ -18,8 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from taugate.command import Parser, one_sentence
 from taugate.config import resolve
-from taugate.errors import TaugateError
 from taugate.numerics import discriminate as faults
 from taugate.numerics.agreement import core, judge, path_runner, worst
 from taugate.numerics.budgets import Agreement, Budgets
@@ -31,9 +30,7 @@ CALIBRATION_SEEDS = range(16)
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m taugate.numerics", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(prog="python -m taugate.numerics", description=__doc__)
     parser.add_argument("table", choices=("core", "discriminate", "calibrate"))
     parser.add_argument("--device", choices=("cpu", "cuda"), help="a GPU if there is one")
     parser.add_argument("--family", choices=faults.FAMILIES, default="fla", help="whose kernels; fla unless given")
@@ -41,16 +38,16 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--dtype", choices=DTYPES, action="append", help="core, calibrate: only these; may be repeated")
     parser.add_argument("--gate-config", type=Path, help="another gate.toml")
     args = parser.parse_args(argv)
-    try:
+
+    def table() -> int:
         budgets = Budgets(resolve(Path.cwd(), {}, os.environ, file=args.gate_config).value.numerics.budget)
         with open_kernels(args.device) as kernels:
             if args.table == "discriminate":
                 return _discriminate(kernels, budgets, args.family, args.seeds)
             seeds = CALIBRATION_SEEDS if args.table == "calibrate" else [500]
             return _core(kernels, budgets, args.family, args.dtype or DTYPES, seeds)
-    except TaugateError as error:
-        print(error, file=sys.stderr)
-        return 1
+
+    return one_sentence(table)
 
 
 def _discriminate(kernels: Kernels, budgets: Budgets, family: str, seeds: int) -> int:

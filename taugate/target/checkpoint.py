@@ -65,7 +65,8 @@ def find_checkpoint(name: str | Path) -> Path:
                 return _snapshot(cache / f"models--{parts[0]}--{parts[1]}")
         looked = ", ".join(str(cache) for cache in caches)
         raise CheckpointError(f"there is no target checkpoint {name}, nor one in {looked}; set target.path")
-    raise CheckpointError(f"there is no target checkpoint at {path}: it does not exist; set target.path")
+    what = "it is a file, not a directory" if path.exists() else "it does not exist"
+    raise CheckpointError(f"there is no target checkpoint at {path}: {what}; set target.path")
 
 
 def read_target(directory: Path, memo: Path | None = None, progress: Progress = lambda _: None) -> TargetInfo:
@@ -92,7 +93,11 @@ def read_target(directory: Path, memo: Path | None = None, progress: Progress = 
             tokenizer_sha256=_tokenizer_sha256(directory),
         )
     except KeyError as error:
-        raise CheckpointError(f"{directory / 'config.json'} lacks {error.args[0]}") from None
+        raise CheckpointError(f"{directory / 'config.json'} lacks {error.args[0]}; copy the checkpoint again") from None
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{directory / 'config.json'} holds something else than a number ({error}); copy the checkpoint again"
+        ) from None
 
 
 def read_config(directory: Path) -> dict[str, Any]:
@@ -104,13 +109,14 @@ def read_config(directory: Path) -> dict[str, Any]:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{path} is not valid JSON ({error}); copy the checkpoint again") from None
-    if not isinstance(config, dict):
+    if not isinstance(config, dict) or not isinstance(text_config(config), dict):
         raise CheckpointError(f"{path} is not a JSON object; copy the checkpoint again")
     model_type = text_config(config).get("model_type", "")
     if str(model_type).removesuffix("_text") not in FAMILIES:
         raise CheckpointError(f"{path} is of model_type {model_type!r}; supported families are {', '.join(FAMILIES)}")
     if "quantization_config" in config:
-        method = (config["quantization_config"] or {}).get("quant_method", "unknown")
+        given = config["quantization_config"]
+        method = given.get("quant_method", "unknown") if isinstance(given, dict) else "unknown"
         raise CheckpointError(f"{path} is of a quantized checkpoint ({method}); capture from the unquantized one")
     return config
 
@@ -133,6 +139,8 @@ def _hub_caches() -> list[Path]:
 def _snapshot(repository: Path) -> Path:
     """The snapshot that refs/main names, or the only one."""
     main, snapshots = repository / "refs" / "main", sorted((repository / "snapshots").iterdir())
+    if not snapshots:
+        raise CheckpointError(f"{repository} holds no snapshot: the download is incomplete; download it again")
     if main.is_file():
         snapshot = repository / "snapshots" / main.read_text().strip()
         if not snapshot.is_dir():
@@ -193,9 +201,10 @@ def _remembered(memo: Path | None) -> dict[str, Any]:
     """A memo that is damaged is only a memo: everything is hashed again."""
     try:
         known = json.loads(memo.read_text()) if memo and memo.is_file() else {}
-    except (json.JSONDecodeError, UnicodeDecodeError):
+    except ValueError:
         return {}
-    return {name: entry for name, entry in known.items() if isinstance(entry, list) and len(entry) == 3}
+    entries = known.items() if isinstance(known, dict) else ()
+    return {name: entry for name, entry in entries if isinstance(entry, list) and len(entry) == 3}
 
 
 class _Meter:
@@ -220,7 +229,7 @@ class _Meter:
 def _tokenizer_sha256(directory: Path) -> str:
     files = tokenizer_files(directory)
     if not any(path.name == "tokenizer.json" for path in files):
-        raise CheckpointError(f"{directory} has no tokenizer.json, so prompts cannot become token ids")
+        raise CheckpointError(f"{directory} has no tokenizer.json, so prompts cannot become token ids; copy it there")
     try:
         json.loads((directory / "tokenizer.json").read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:

@@ -13,7 +13,6 @@ off, relative to the RMS of its own sequence; `equal` the share of sequences tha
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections import defaultdict
@@ -23,11 +22,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from taugate.errors import EvidenceError, StoreError, TaugateError
-from taugate.files import sha256_json
+from taugate.command import Parser, one_sentence
+from taugate.errors import EvidenceError, StoreError
+from taugate.files import sha256_file, sha256_json
 from taugate.numerics.measures import in_roundings, relative_error, token_maximum
 from taugate.target.results import Results
-from taugate.target.shards import read_header
 from taugate.target.store import FINAL_HIDDEN, StateStore
 
 if TYPE_CHECKING:
@@ -133,9 +132,12 @@ def _of_results(directory: Path) -> Iterator[tuple[str, dict[str, Any], Loader]]
     """The states of a capture's output directory."""
     results = Results(directory)
     for path in sorted(directory.glob("*.json")):
-        record = json.loads(path.read_text(encoding="utf-8"))
-        if isinstance(record, dict) and "tokens_sha256" in record:
-            yield record["tokens_sha256"], {"key": path.stem}, partial(_load, results.file(path.stem))
+        try:
+            record = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise StoreError(f"{path} is damaged ({error}); delete it to capture its states again") from None
+        if isinstance(record, dict) and {"tokens_sha256", "sha256"} <= record.keys():
+            yield record["tokens_sha256"], {"key": path.stem}, partial(_load, results.file(path.stem), record["sha256"])
 
 
 def _of_store(directory: Path) -> Iterator[tuple[str, dict[str, Any], Loader]]:
@@ -148,33 +150,36 @@ def _of_store(directory: Path) -> Iterator[tuple[str, dict[str, Any], Loader]]:
         yield sha256_json(fields["token_ids"]), fields, partial(store.load, key, names)
 
 
-def _load(file: Path) -> dict[str, Any]:
+def _load(file: Path, sha256: str) -> dict[str, Any]:
     from safetensors.torch import load_file
 
-    read_header(file)  # says which file is damaged
+    if not file.is_file():
+        raise StoreError(f"{file} is missing; delete its {file.stem}.json to capture the states again")
+    if sha256_file(file) != sha256:
+        raise StoreError(f"{file} does not have the content that {file.stem}.json names; delete both to capture again")
     return load_file(file)
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(prog="python -m taugate.target.compare", description=__doc__)
     parser.add_argument("a", metavar="A", help="states to judge")
     parser.add_argument("b", metavar="B", help="the reference")
     parser.add_argument("--max-f", type=float, help="exit status 1 if a tensor's pooled error is above this many f")
     args = parser.parse_args(argv)
-    try:
-        ours, reference = source(args.a), source(args.b)
-        shared = [tokens for tokens in ours if tokens in reference]
-        rows = compare((tokens[:12], ours[tokens](), reference[tokens]()) for tokens in shared)
-    except TaugateError as error:
-        print(error, file=sys.stderr)
-        return 1
+    return one_sentence(lambda: _report(args.a, args.b, args.max_f))
+
+
+def _report(a: str, b: str, max_f: float | None) -> int:
+    ours, reference = source(a), source(b)
+    shared = [tokens for tokens in ours if tokens in reference]
+    rows = compare((tokens[:12], ours[tokens](), reference[tokens]()) for tokens in shared)
     print(f"{'':14}{'sequences':>10}{'tokens':>9}{'pooled':>10}{'worst':>10}{'token':>10}{'equal':>8}   (f = 1.66e-3)")
     for row in rows:
         print(f"{row.name:14}{row.sequences:10}{row.tokens:9}{row.pooled_f:10.3f}{row.worst_f:10.3f}"
               f"{row.token_f:10.3f}{row.equal:8.0%}")  # fmt: skip
-    above = [row.name for row in rows if args.max_f is not None and row.pooled_f > args.max_f]
+    above = [row.name for row in rows if max_f is not None and row.pooled_f > max_f]
     if above:
-        print(f"above {args.max_f:g} f: {', '.join(above)}")
+        print(f"above {max_f:g} f: {', '.join(above)}")
     alone = {"only_a": len(ours) - len(shared), "only_b": len(reference) - len(shared)}
     print(json.dumps({"rows": [asdict(row) for row in rows], **alone, "above": above}))
     return 1 if above else 0

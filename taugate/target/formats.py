@@ -11,7 +11,6 @@ speculators and vLLM count from the embedding (id L + 1 is the output of decoder
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import tempfile
@@ -20,7 +19,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from taugate.errors import StoreError, TaugateError
+from taugate.command import Parser, one_sentence
+from taugate.errors import StoreError
 from taugate.files import sha256_file, sha256_json, write_atomic
 from taugate.target.checkpoint import TargetInfo, find_checkpoint, read_target
 from taugate.target.finalnorm import FinalNorm
@@ -138,6 +138,8 @@ def _check(cached: Cached, target: TargetInfo) -> None:
     """What must hold whatever the format. Raises StoreError naming the file."""
     import torch
 
+    if not all(type(token) is int for token in cached.token_ids):
+        raise StoreError(f"{cached.file} holds tokens that are no whole numbers; fetch it again")
     outside = [token for token in cached.token_ids if not 0 <= token < target.vocab_size]
     if not cached.token_ids or outside:
         said = f"holds token {outside[0]}" if outside else "holds no token"
@@ -172,7 +174,7 @@ def taps_of(layers: Sequence[int], target: TargetInfo, shift: int, file: Path) -
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(prog="python -m taugate.target.formats", description=__doc__)
     parser.add_argument("format", choices=("speculators", "specforge"))
     parser.add_argument("files", nargs="+", type=Path)
     parser.add_argument("--store", type=Path, default=Path(".taugate"), help="default: %(default)s")
@@ -190,13 +192,13 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"--layer-ids {args.layer_ids!r} is no list such as 2,17,32")
     last = None if args.last_slice is None else args.last_slice == "yes"
     facts = Facts(args.model, layers, args.dtype, args.engine, args.version, args.gpu, last)
-    try:
+
+    def read() -> int:
         for event in import_files(args.format, args.files, facts, args.store):
             print(json.dumps(event), flush=True)
-    except TaugateError as error:
-        print(error, file=sys.stderr)
-        return 1
-    return 0
+        return 0
+
+    return one_sentence(read)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,8 @@ from __future__ import annotations
 import gzip
 import io
 import pickle
+import re
+import warnings
 import zlib
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,9 @@ from taugate.target.checkpoint import TargetInfo
 from taugate.target.finalnorm import FinalNorm
 from taugate.target.formats import Cached, Facts, taps_of
 from taugate.target.store import FINAL_HIDDEN, tap_name
+
+# What torch's loader says of a name that is not a tensor's: of one to import, to make an object of, or to call.
+_FORBIDDEN = re.compile(r"GLOBAL|add_safe_globals|unrecognized function")
 
 
 def read_specforge(file: Path, facts: Facts, target: TargetInfo, norm: FinalNorm) -> Cached:
@@ -55,11 +60,18 @@ def _read(file: Path) -> dict[str, Any]:
         content = file.read_bytes()
         if file.suffix == ".gz":
             content = gzip.decompress(content)
-        data = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-    except (OSError, EOFError, zlib.error, RuntimeError, ValueError, KeyError, pickle.UnpicklingError) as error:
-        if "Unsupported" in str(error) or "GLOBAL" in str(error):
+        with warnings.catch_warnings(action="ignore"):  # of pickles that torch.save has not written
+            data = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    except (EOFError, zlib.error, gzip.BadGzipFile):
+        raise StoreError(f"{file} is cut or no gzip file; fetch it again") from None
+    except OSError as error:
+        raise StoreError(f"{file} cannot be read ({error.strerror}); fetch it again") from None
+    except (RuntimeError, ValueError, KeyError, IndexError, pickle.UnpicklingError) as error:
+        if _FORBIDDEN.search(str(error)):
             raise StoreError(f"{file} holds more than tensors and is not loaded: a pickle can run any code") from None
-        raise StoreError(f"{file} cannot be read ({str(error).splitlines()[0]}); fetch it again") from None
+        raise StoreError(f"{file} is cut or no file of torch.save; fetch it again") from None
     if not isinstance(data, dict) or not all(isinstance(value, torch.Tensor) for value in data.values()):
         raise StoreError(f"{file} is no table of tensors, as SpecForge's data_*.ckpt are")
+    if scalar := [name for name in data if name.endswith("hidden_states") and data[name].dim() < 2]:
+        raise StoreError(f"{file}: {scalar[0]} has shape {list(data[scalar[0]].shape)}, not [1, S, width]")
     return data

@@ -27,8 +27,10 @@ def read_speculators(file: Path, facts: Facts, target: TargetInfo, norm: FinalNo
     assert facts.layer_ids is not None
     try:
         there = read_header(file)
-    except (OSError, CheckpointError) as error:
-        raise StoreError(f"{file} cannot be read ({error})") from None
+    except OSError as error:
+        raise StoreError(f"{file} cannot be read ({error.strerror}); fetch it again") from None
+    except CheckpointError as error:
+        raise StoreError(str(error)) from None
     if absent := {"token_ids", "hidden_states"} - there.keys():
         raise StoreError(f"{file} lacks {', '.join(sorted(absent))}; speculators' hs_*.safetensors have both")
     with safe_open(file, framework="pt") as stream:

@@ -9,7 +9,6 @@ heads/<weights_sha256>.json says which of them belongs to a target.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
@@ -17,7 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from taugate.errors import CheckpointError, StoreError, TaugateError
+from taugate.command import Parser, one_sentence
+from taugate.errors import CheckpointError, StoreError
 from taugate.files import sha256_file, write_atomic
 from taugate.target.checkpoint import find_checkpoint, read_config, text_config
 from taugate.target.shards import Stored, read_tensors
@@ -144,6 +144,10 @@ def write_bundle(model_path: Path, out: Path) -> dict[str, Any]:
             stream.flush()
             os.fsync(stream.fileno())
         os.replace(partial, out)
+    except OSError as error:
+        if error.filename in (None, str(partial)):  # else it is the checkpoint that cannot be read
+            error.filename = str(out)
+        raise
     finally:
         partial.unlink(missing_ok=True)
     return {"sha256": sha256_file(out), "bytes": out.stat().st_size}
@@ -171,20 +175,16 @@ def _copy(file: Path, offset: int, count: int, to: Any) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(prog="python -m taugate.target.head", description=__doc__)
     parser.add_argument("--model-path", required=True, help="checkpoint: a directory, or ORG/NAME in the HF cache")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args(argv)
-    try:
-        made = write_bundle(find_checkpoint(args.model_path), args.out)
-    except TaugateError as error:
-        print(error, file=sys.stderr)
-        return 1
-    except OSError as error:
-        print(f"{args.out} could not be written ({error.strerror}); make room there", file=sys.stderr)
-        return 1
-    print(json.dumps({"event": "done", **made}), flush=True)
-    return 0
+
+    def write() -> int:
+        print(json.dumps({"event": "done", **write_bundle(find_checkpoint(args.model_path), args.out)}), flush=True)
+        return 0
+
+    return one_sentence(write)
 
 
 if __name__ == "__main__":

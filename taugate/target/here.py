@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock
+from filelock import FileLock, Timeout
 
 import taugate
 from taugate.errors import StoreError
 from taugate.target.capture import code_sha256, pick_device
 from taugate.target.checkpoint import TargetInfo, find_checkpoint, read_target
+from taugate.target.jobspec import check_spec
 from taugate.target.probe import installed_versions
 from taugate.target.results import Results, wanted_names
 from taugate.target.store import StateIdentity, StateStore
@@ -73,19 +75,30 @@ def capture_into_store(
 ) -> Iterator[dict[str, Any]]:
     """Capture what the store below `root` lacks, and yield the worker's events; the last one is "done".
 
-    One process captures, the others wait and find it done. Files of a run that was killed are taken up. Raises
-    CheckpointError, KernelPathError, JobError.
+    One process captures, the others say so ({"event": "waiting", "sentence"}), wait, and find it done. Files of a run
+    that was killed are taken up. Raises CheckpointError, KernelPathError, GpuMemoryError before the weights are hashed,
+    JobError and StoreError later.
     """
     directory = find_checkpoint(model)
+    numbered = {str(number): ids for number, ids in enumerate(sequences)}
+    check_spec(wanted.spec(directory, wanted.device, numbered))
+    root.mkdir(parents=True, exist_ok=True)
     target = read_target(directory, root / "hashes.json")
     device = pick_device(wanted.device)
     identity, store = identity_here(target, wanted, device), StateStore(root, target.name)
-    root.mkdir(parents=True, exist_ok=True)
-    with FileLock(root / LOCK):
+    with ExitStack() as stack:
+        lock = FileLock(root / LOCK)
+        try:
+            stack.enter_context(lock.acquire(timeout=0))
+        except Timeout:
+            yield {"event": "waiting", "sentence": f"another process captures into {root}; waiting for its end"}
+            stack.enter_context(lock.acquire())
         keyed = {identity.key(ids): ids for ids in sequences}
         spec = wanted.spec(directory, device, keyed)
         names = wanted_names(spec)
         spec["sequences"] = [s for s in spec["sequences"] if store.missing(s["key"], names)]
+        for sequence in spec["sequences"]:
+            store.verify(sequence["key"])  # taps are added to what is whole, and nothing is computed for what is not
         have = len(keyed) - len(spec["sequences"])
         if not spec["sequences"]:
             yield {"event": "done", "captured": 0, "stored": have, "store": str(store.root)}
@@ -120,8 +133,10 @@ def read_sequences(path: Path) -> list[list[int]]:
     sequences = []
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise StoreError(f"{path} cannot be read ({error})") from None
+    except OSError as error:
+        raise StoreError(f"{path} cannot be read ({error.strerror}); --sequences names a file of JSON lines") from None
+    except UnicodeDecodeError:
+        raise StoreError(f"{path} is not text; --sequences names a file of JSON lines") from None
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
@@ -134,7 +149,7 @@ def read_sequences(path: Path) -> list[list[int]]:
             raise StoreError(f"{path} line {number}: needs token_ids, or prompt_ids and output_ids, as lists of ids")
         sequences.append(ids)
     if not sequences:
-        raise StoreError(f"{path} holds no sequence")
+        raise StoreError(f"{path} holds no sequence; write one JSON object with token_ids a line")
     return sequences
 
 

@@ -89,6 +89,15 @@ def recorded_calls() -> Iterator[Calls]:
         _TAPE.reset(token)
 
 
+def count_call(name: str, module: str) -> None:
+    """Count a call of a modeling module's function that the implementation in `module` serves."""
+    tape, evidence = _TAPE.get(), _ACTIVE.get()
+    if tape is not None:
+        tape.append((name, module))
+    elif evidence is not None:
+        evidence.calls[_LAYER.get(), name, module] += 1
+
+
 def count_again(calls: Calls) -> None:
     """Count recorded calls as made in the layer that runs now: a CUDA graph of them was replayed."""
     evidence = _ACTIVE.get()
@@ -105,31 +114,41 @@ def kernel_path(path: str, model_type: str, device: str) -> Iterator[KernelEvide
     """
     if path not in PATHS:
         raise KernelPathError(f"kernel_path {path!r} is unknown; it is one of {', '.join(PATHS)}")
-    module_name = _OF_FAMILY.get(model_type.removesuffix("_text"))
-    evidence = KernelEvidence(path, hybrid=module_name is not None)
-    if module_name is None:  # a full-attention target has no such kernels; all paths are the same
+    module = modeling_module(model_type)
+    evidence = KernelEvidence(path, hybrid=module is not None)
+    if module is None:  # a full-attention target has no such kernels; all paths are the same
         yield evidence
         return
-    if path != "torch" and device == "cpu":
-        raise KernelPathError(
-            f'kernel_path "{path}" needs a GPU, and the capture runs on a CPU; set capture.kernel_path = "torch"'
-        )
-    module = importlib.import_module(module_name)
+    require_device(path, model_type, device)
     originals = {name: getattr(module, name) for name in (*DELTA_RULE, *CONVOLUTION) if hasattr(module, name)}
     if not set(DELTA_RULE) <= originals.keys():
         raise KernelPathError(
-            f"{module_name} has no {' or '.join(DELTA_RULE)}; transformers 5.17 and later are supported"
+            f"{module.__name__} has no {' or '.join(DELTA_RULE)}; transformers 5.17 and later are supported"
         )
     token = _ACTIVE.set(evidence)
     with _flash_qla(path == "flash_qla"):
         try:
             for name, original in originals.items():
-                setattr(module, name, _counted(name, *_implementation(name, original, path), evidence))
+                setattr(module, name, _counted(name, *_implementation(name, original, path)))
             yield evidence
         finally:
             _ACTIVE.reset(token)
             for name, original in originals.items():
                 setattr(module, name, original)
+
+
+def modeling_module(model_type: str) -> Any | None:
+    """transformers' module of a hybrid family, "_text" or not; None for every other model type."""
+    name = _OF_FAMILY.get(model_type.removesuffix("_text"))
+    return importlib.import_module(name) if name else None
+
+
+def require_device(path: str, model_type: str, device: str) -> None:
+    """Raise KernelPathError for kernels that would have to run without a GPU."""
+    if path != "torch" and device == "cpu" and model_type.removesuffix("_text") in _OF_FAMILY:
+        raise KernelPathError(
+            f'kernel_path "{path}" needs a GPU, and the capture runs on a CPU; set capture.kernel_path = "torch"'
+        )
 
 
 def bound_module(function: Callable[..., Any]) -> str:
@@ -216,16 +235,10 @@ def _fallback(name: str, original: Callable[..., Any]) -> tuple[Callable[..., An
     return guarded, plain
 
 
-def _counted(name: str, call: Callable[..., Any], proof: Any, evidence: KernelEvidence) -> Callable[..., Any]:
-    module = proof.__module__
-
+def _counted(name: str, call: Callable[..., Any], proof: Any) -> Callable[..., Any]:
     @functools.wraps(proof)
     def counted(*args: Any, **kwargs: Any) -> Any:
-        tape = _TAPE.get()
-        if tape is None:
-            evidence.calls[_LAYER.get(), name, module] += 1
-        else:
-            tape.append((name, module))
+        count_call(name, proof.__module__)
         return call(*args, **kwargs)
 
     return counted

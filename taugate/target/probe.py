@@ -7,7 +7,6 @@ python -m taugate.target.probe --model-path DIR --memo FILE
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
 import platform
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from taugate import __version__
-from taugate.errors import TaugateError
+from taugate.command import Parser, one_sentence
 from taugate.files import sha256_json, write_atomic
 from taugate.target.checkpoint import Progress, TargetInfo, find_checkpoint, read_target, tokenizer_files
 
@@ -65,8 +64,9 @@ def _check_layout(model_path: Path, target: TargetInfo, memo: Path) -> None:
     what = sha256_json([target.weights_sha256, installed_versions().get("transformers"), __version__])
     try:
         checked = json.loads(known.read_text()) if known.is_file() else []
-    except (json.JSONDecodeError, UnicodeDecodeError):
+    except ValueError:
         checked = []
+    checked = checked if isinstance(checked, list) else []
     if what not in checked:
         from taugate.target.layout import open_layout
 
@@ -98,17 +98,17 @@ def _version(name: str) -> str | None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(prog="python -m taugate.target.probe", description=__doc__)
     parser.add_argument("--model-path", required=True, help="a directory, or ORG/NAME in the Hugging Face cache")
     parser.add_argument("--memo", type=Path, required=True)
     args = parser.parse_args(argv)
-    try:
+
+    def tell() -> int:
         said = probe(args.model_path, args.memo, lambda event: print(json.dumps(event), flush=True))
         print(json.dumps(said), flush=True)
-    except TaugateError as error:
-        print(error, file=sys.stderr)
-        return 1
-    return 0
+        return 0
+
+    return one_sentence(tell)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from taugate.errors import StoreError, TaugateError
+from taugate.command import Parser, one_sentence
+from taugate.errors import StoreError
 from taugate.target.store import IN_USE, META, NEW
 
 _GONE = ".gone-"
@@ -136,7 +137,7 @@ def _told(target: Path, found: Sequence[Entry], doomed: set[Path], in_use: bool)
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m taugate.target.store", description="The store's size; make room.")
+    parser = Parser(prog="python -m taugate.target.store", description="The store's size; make room.")
     commands = parser.add_subparsers(dest="command", required=True)
     for name, text in (("size", "what the store holds, by target"), ("prune", "remove states by last use and size")):
         command = commands.add_parser(name, help=text, description=text)
@@ -148,11 +149,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.command == "prune" and args.older_than is None and args.max_size is None:
         parser.error("prune needs --older-than, --max-size or both")
-    try:
-        return _size_report(args) if args.command == "size" else _prune_report(args)
-    except TaugateError as error:
-        print(error, file=sys.stderr)
-        return 1
+    return one_sentence(lambda: _size_report(args) if args.command == "size" else _prune_report(args))
 
 
 def _size_report(args: argparse.Namespace) -> int:

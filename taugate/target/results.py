@@ -8,7 +8,6 @@ is there: it is written last. The states file is the same on every run, so it ho
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
@@ -17,8 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from taugate.errors import CheckpointError, TaugateError
-from taugate.files import sha256_file, sha256_json, write_atomic
+from taugate.command import Parser, one_sentence
+from taugate.errors import CheckpointError
+from taugate.files import sha256_file, sha256_json, sync, write_atomic
+from taugate.target.jobspec import read_spec
 from taugate.target.shards import read_header
 from taugate.target.store import FINAL_HIDDEN, tap_name
 
@@ -45,7 +46,9 @@ class Results:
         try:
             record = json.loads((self.directory / f"{key}.json").read_text(encoding="utf-8"))
             there = read_header(self.file(key))
-        except (OSError, json.JSONDecodeError, UnicodeDecodeError, CheckpointError):
+        except (OSError, ValueError, CheckpointError):
+            return None
+        if not isinstance(record, dict):
             return None
         same_tokens = record.get("tokens_sha256") == sha256_json(list(token_ids))
         return record if same_tokens and there.keys() >= set(names) else None
@@ -62,8 +65,7 @@ class Results:
         partial = self.directory / f".{key}.{os.getpid()}.partial"
         try:
             save_file(dict(sorted(tensors.items())), partial)
-            with open(partial, "rb+") as stream:
-                os.fsync(stream.fileno())
+            sync(partial)
             digest, size = sha256_file(partial), partial.stat().st_size
             partial.replace(self.file(key))
         finally:
@@ -98,28 +100,17 @@ def complete_sequences(spec: Mapping[str, Any], out: Path) -> dict[str, dict[str
     return {key: record for key, record in found.items() if record}
 
 
-def read_spec(path: Path) -> dict[str, Any]:
-    """A capture's spec. Raises CheckpointError if the file is unusable."""
-    try:
-        spec = json.loads(path.read_text(encoding="utf-8"))
-        if isinstance(spec["sequences"], list) and isinstance(spec["taps"], list):
-            return spec
-        raise KeyError("sequences")
-    except (OSError, json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path} is no capture spec ({error}); `--help` shows what it holds") from None
-
-
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(prog="python -m taugate.target.results", description=__doc__)
     parser.add_argument("--spec", type=Path, required=True, help="the capture's spec")
     parser.add_argument("--out", type=Path, required=True, help="the capture's directory")
     args = parser.parse_args(argv)
-    try:
+
+    def tell() -> int:
         print(json.dumps({"event": "done", "files": complete_sequences(read_spec(args.spec), args.out)}), flush=True)
-    except TaugateError as error:
-        print(error, file=sys.stderr)
-        return 1
-    return 0
+        return 0
+
+    return one_sentence(tell)
 
 
 if __name__ == "__main__":

@@ -82,7 +82,9 @@ def read_index(directory: Path) -> dict[str, str]:
     if not path.is_file():
         return {}
     try:
-        names = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        index = json.loads(path.read_text(encoding="utf-8"))
+        index["metadata"]  # transformers does not load without it
+        names = index["weight_map"]
         if names and all(isinstance(name, str) and "/" not in name for name in names.values()):
             return names
     except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError):
@@ -115,7 +117,7 @@ def read_header(file: Path) -> dict[str, Stored]:
         length = int.from_bytes(stream.read(8), "little")
         try:
             entries = json.loads(stream.read(length)) if 8 < 8 + length <= size else None
-        except (json.JSONDecodeError, UnicodeDecodeError):
+        except (json.JSONDecodeError, UnicodeDecodeError, RecursionError):
             entries = None
     if not isinstance(entries, dict):
         raise CheckpointError(f"{file} is not a readable safetensors file; copy it again")

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 from filelock import FileLock
 
 from taugate.errors import StoreError
-from taugate.files import disk_full, sha256_file, sha256_json, write_atomic
+from taugate.files import disk_full, sha256_file, sha256_json, sync, write_atomic
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,6 +40,7 @@ FINAL_HIDDEN = "final_hidden"
 META = "meta.json"
 NEW = ".new-"
 IN_USE, _WRITING = ".in-use", ".writing.lock"
+_KINDS = {"file": str, "sha256": str, "bytes": int, "tensors": dict, "generation": int, "provenance": list}
 _READ_AGAIN = 3  # times; an entry that grows while it is read has another file each time
 
 
@@ -109,11 +110,29 @@ class StateStore:
             raise StoreError(f"{path} is damaged ({error}); delete its directory to capture the state again") from None
         if not isinstance(meta, dict) or meta.get("key") != key or sha256_json(meta.get("fields")) != key:
             raise StoreError(f"{path} describes another state than its key; delete its directory to capture it again")
+        if wrong := [name for name, kind in _KINDS.items() if not isinstance(meta.get(name), kind)]:
+            raise StoreError(f"{path} lacks a usable {wrong[0]}; delete its directory to capture the state again")
         return meta
 
     def names(self, key: str) -> set[str]:
-        """Names of the tensors stored under `key`; empty when there are none. Raises StoreError if damaged."""
-        return set(self.meta(key).get("tensors", ()))
+        """Names of the tensors stored under `key`; empty when there are none.
+
+        Raises StoreError if it is damaged, as far as the size of the file tells; `verify` and `load` read it all.
+        """
+        for _ in range(_READ_AGAIN):
+            meta = self.meta(key)
+            path = self.directory(key) / meta.get("file", META)
+            if not meta or (path.is_file() and path.stat().st_size == meta["bytes"]):
+                return set(meta.get("tensors", ()))
+            if self.meta(key) == meta:
+                break  # else taps were added meanwhile, and the file that the old meta.json named is gone
+        what = "does not have the size that meta.json names" if path.is_file() else "is missing"
+        raise StoreError(f"{path} {what}; delete its directory to capture the state again")
+
+    def verify(self, key: str) -> None:
+        """Read the whole entry of `key`, if there is one. Raises StoreError naming the file that is damaged."""
+        if names := self.names(key):
+            self.load(key, names)
 
     def missing(self, key: str, names: Iterable[str]) -> list[str]:
         """Which of `names` are not stored under `key`, sorted."""
@@ -135,6 +154,11 @@ class StateStore:
                 )
             try:
                 with safe_open(self._verified(key, meta), framework="pt") as stream:
+                    if absent := sorted(set(names) - set(stream.keys())):
+                        raise StoreError(
+                            f"{self.directory(key) / META} names {', '.join(absent)}, which {meta['file']} lacks; "
+                            "delete its directory to capture the state again"
+                        )
                     states = {name: stream.get_tensor(name) for name in names}
             except (StoreError, OSError):
                 if attempt + 1 == _READ_AGAIN or self.meta(key) == meta:
@@ -176,13 +200,13 @@ class StateStore:
             shutil.copyfile(file, new / name)
             meta = {"key": key, "file": name, "generation": 0, **_content(new / name), "fields": dict(fields)}
             write_atomic(new / META, json.dumps(meta | {"provenance": [dict(provenance)]}, indent=1))
-            _sync(new / name)
-            _sync(new)
+            sync(new / name)
+            sync(new)
             os.rename(new, self.directory(key))
         except BaseException:
             shutil.rmtree(new, ignore_errors=True)
             raise
-        _sync(parent)
+        sync(parent)
 
     def _extend(self, key: str, file: Path, old: Mapping[str, Any], provenance: Mapping[str, Any]) -> None:
         from safetensors.torch import load_file, save_file
@@ -195,12 +219,12 @@ class StateStore:
             return
         path, partial = directory / f"states-{generation}.safetensors", directory / f"{NEW}{generation}"
         save_file(tensors, partial)
-        _sync(partial)
+        sync(partial)
         os.replace(partial, path)
         added = {"file": path.name, "generation": generation, **_content(path)}
         meta = {**old, **added, "provenance": [*old["provenance"], dict(provenance)]}
         write_atomic(directory / META, json.dumps(meta, indent=1))
-        _sync(directory)
+        sync(directory)
         (directory / old["file"]).unlink(missing_ok=True)
 
     def _verified(self, key: str, meta: Mapping[str, Any]) -> Path:
@@ -235,15 +259,6 @@ def _content(path: Path) -> dict[str, Any]:
 
     tensors = {name: {"dtype": t.dtype, "shape": list(t.shape)} for name, t in sorted(read_header(path).items())}
     return {"sha256": sha256_file(path), "bytes": path.stat().st_size, "tensors": tensors}
-
-
-def _sync(path: Path) -> None:
-    """Have the contents of a file or the entries of a directory on the disk before anything is said about them."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 if __name__ == "__main__":

@@ -24,21 +24,25 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from taugate.command import Parser, one_sentence
 from taugate.errors import JobError, TaugateError
 from taugate.files import disk_full
 from taugate.target.capture import Capture, LayerDone, pick_device
+from taugate.target.checkpoint import read_config, text_config
+from taugate.target.jobspec import DEVICES, DTYPES, ENGINES, check_spec, read_spec
 from taugate.target.kernels import PATHS, kernel_path
 from taugate.target.layout import open_layout
-from taugate.target.results import Results, complete_sequences, read_spec
+from taugate.target.results import Results, complete_sequences
 
 
 def run(spec: dict[str, Any], out: Path) -> Iterator[dict[str, Any]]:
     """Capture what is missing in `out` and yield progress events; the last one is {"event": "done", …}.
 
     Events: {"event": "loading", "done", "of", "device"}; {"event": "layer", …} of `LayerDone`; {"event": "state",
-    "done", "of", "tokens", "bytes", "left_s"} after each file. Raises CheckpointError before anything is loaded,
-    KernelPathError, and JobError when memory or disk run out; complete files stay.
+    "done", "of", "tokens", "bytes", "left_s"} after each file. Raises CheckpointError, KernelPathError and
+    GpuMemoryError before anything is loaded, JobError when memory or disk run out; complete files stay.
     """
+    check_spec(spec)
     out.mkdir(parents=True, exist_ok=True)
     results = Results(out)
     results.sweep()
@@ -47,14 +51,22 @@ def run(spec: dict[str, Any], out: Path) -> Iterator[dict[str, Any]]:
     device = pick_device(spec["device"])
     yield {"event": "loading", "done": len(files), "of": total, "device": device}
     cost: dict[str, Any] = {"tokens": 0, "load_s": 0.0, "seconds": 0.0}
-    with _one_sentence(out, files, total):
+    with _exhausted(out, files, total):
         if todo:
             begun = time.monotonic()
-            open_layout(Path(spec["model_path"]))  # an unusable checkpoint is known before a GPU is touched
+            _prove(spec, device)
             capture = Capture.from_spec(spec, device)
             cost["load_s"] = round(time.monotonic() - begun, 1)
             yield from _captured(capture, spec, todo, results, files, device, cost)
     yield {"event": "done", "files": files, "device": device, **cost}
+
+
+def _prove(spec: dict[str, Any], device: str) -> None:
+    """An unusable checkpoint, and kernels that cannot be bound, are known before weights are read or a GPU touched."""
+    directory = Path(spec["model_path"])
+    open_layout(directory)
+    with kernel_path(spec["kernel_path"], text_config(read_config(directory))["model_type"], device):
+        pass
 
 
 def _captured(
@@ -91,7 +103,7 @@ def _captured(
 
 
 @contextmanager
-def _one_sentence(out: Path, files: dict[str, Any], total: int) -> Iterator[None]:
+def _exhausted(out: Path, files: dict[str, Any], total: int) -> Iterator[None]:
     """Turn an exhausted disk, GPU or memory into one sentence that says what is kept and what to do."""
     try:
         yield
@@ -113,17 +125,15 @@ def _memory(error: BaseException) -> str | None:
             f"the GPU has too little memory for the capture ({text.splitlines()[0].rstrip('.')}): set capture.engine "
             'to "streamed" or capture.max_gpu_memory to less, or use shorter prompts'
         )
-    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "allocate memory" in text):
+    # A library that no longer fits fails as an import.
+    said = {RuntimeError: "allocate memory", ImportError: "failed to map segment"}
+    if isinstance(error, MemoryError) or any(isinstance(error, kind) and word in text for kind, word in said.items()):
         return "the host has too little memory for the capture: end what else runs there, or use shorter prompts"
     return None
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m taugate.target.capture",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser(prog="python -m taugate.target.capture", description=__doc__)
     parser.add_argument("--spec", type=Path, help="JSON file of a job, see above; goes with --out")
     parser.add_argument("--out", type=Path, help="directory for KEY.safetensors and KEY.json")
     parser.add_argument("--model", help="checkpoint: a directory, or ORG/NAME in the Hugging Face cache")
@@ -132,23 +142,22 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--no-final-hidden", dest="final_hidden", action="store_false", help="only the taps")
     parser.add_argument("--store", type=Path, default=Path(".taugate"), help="default: %(default)s")
     parser.add_argument("--kernel-path", choices=PATHS, default="torch", help="default: %(default)s")
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="default: %(default)s")
-    parser.add_argument("--device", default="auto", help="cpu, cuda, or auto: a GPU if there is one")
-    parser.add_argument("--engine", default="auto", help="resident, streamed, or auto: by the memory that is free")
-    parser.add_argument("--max-gpu-memory", type=int, metavar="MiB", help="on each GPU, context included")
-    parser.add_argument("--threads", type=int, help="threads of torch on a CPU")
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="default: %(default)s")
+    parser.add_argument("--device", choices=DEVICES, default="auto", help="auto: a GPU if there is one")
+    parser.add_argument("--engine", choices=ENGINES, default="auto", help="auto: by the memory that is free")
+    parser.add_argument("--max-gpu-memory", metavar="SIZE", help='on each GPU, context included: "6GiB", "3000 MiB"')
+    parser.add_argument("--threads", type=_count, help="threads of torch on a CPU")
     args = parser.parse_args(argv)
     job, here = (bool(args.spec), bool(args.out)), (bool(args.model), bool(args.sequences))
     if {job, here} != {(True, True), (False, False)}:
         parser.error("give either --spec and --out, or --model and --sequences")
-    try:
+
+    def capture() -> int:
         for event in _job(args) if args.spec else _into_store(args):
             print(json.dumps(event), flush=True)
-    except TaugateError as error:
-        print(json.dumps({"event": "error", "sentence": str(error)}), flush=True)
-        print(error, file=sys.stderr)
-        return 1
-    return 0
+        return 0
+
+    return one_sentence(capture, lambda said: print(json.dumps({"event": "error", "sentence": said}), flush=True))
 
 
 def _job(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -177,6 +186,12 @@ def _layers(text: str) -> list[int]:
         return sorted({int(part) for part in text.split(",") if part.strip()})
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is no list of layers such as 1,3,5") from None
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of at least 1")
+    return int(text)
 
 
 if __name__ == "__main__":
