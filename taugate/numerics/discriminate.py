@@ -7,9 +7,9 @@ precision, on our inputs, of which its own tests know nothing (small norms, long
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from taugate.numerics.agreement import Measured, judge, measure, path_runner
 from taugate.numerics.budgets import Agreement, Budgets
@@ -27,16 +27,17 @@ CLEAN_SEEDS = range(3000, 3020)
 """Budgets were set on seeds below 30. (Seeds 1000 to 1019 once showed one that was set on too few.)"""
 
 Pair = tuple["Tensor", "Tensor"]  # what a path gave, what the reference gives
+Injected = TypeVar("Injected")  # a Fault here, a ModelFault one level up
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """A fault under one family of paths: the measure that exceeds its budget most, clean and faulty, and who missed it.
+class Outcome(Generic[Injected]):
+    """A fault on one path or family: the measure that exceeds its budget most, clean and faulty, and who missed it.
 
     let_through: the suites that would have accepted it.
     """
 
-    fault: Fault
+    fault: Injected
     clean: Agreement
     faulty: Agreement
     let_through: tuple[str, ...]
@@ -72,11 +73,25 @@ def judged(fault: Fault, pairs: Sequence[Pair], budgets: Budgets, family: str, c
     (out, want), state = pairs[0], pairs[1] if len(pairs) > 1 else (None, None)
     found: Measured = measure(out, state[0], want, state[1])  # type: ignore[arg-type]
     path = f"{family}-chunk" if fault.level == "core" else family
-    agreements = judge(found, budgets, fault.level, fault.dtype, path, case)
+    return furthest(judge(found, budgets, fault.level, fault.dtype, path, case))
+
+
+def furthest(agreements: Iterable[Agreement]) -> Agreement:
+    """The one that is furthest into or beyond its budget."""
     return max(agreements, key=lambda agreement: agreement.value / agreement.budget.limit)
 
 
-def discriminate(kernels: Kernels, budgets: Budgets, family: str, suites: bool = True) -> Iterator[Outcome]:
+def let_through(runs: Iterable[tuple[Sequence[Pair], Sequence[Pair]]]) -> tuple[str, ...]:
+    """The suites that do not tell a clean run from the faulty one in any of `runs`, (clean, faulty) by precision."""
+    runs = list(runs)
+    return tuple(
+        name
+        for name, accepts in SUITES.items()
+        if not any(accepts(clean) and not accepts(faulty) for clean, faulty in runs)
+    )
+
+
+def discriminate(kernels: Kernels, budgets: Budgets, family: str, suites: bool = True) -> Iterator[Outcome[Fault]]:
     """Every applicable fault, clean and faulty on the same inputs. suites: also ask the others, in both precisions."""
     for fault in applicable(family):
         runs = {
@@ -88,12 +103,8 @@ def discriminate(kernels: Kernels, budgets: Budgets, family: str, suites: bool =
             judged(fault, runs[fault.dtype, is_faulty], budgets, family, fault.case.name)
             for is_faulty in (False, True)
         )
-        missed = [
-            name
-            for name, accepts in SUITES.items()
-            if suites and not any(accepts(runs[d, False]) and not accepts(runs[d, True]) for d in ("fp32", "bf16"))
-        ]
-        yield Outcome(fault, clean, faulty, tuple(missed))
+        missed = let_through((runs[dtype, False], runs[dtype, True]) for dtype in ("fp32", "bf16")) if suites else ()
+        yield Outcome(fault, clean, faulty, missed)
 
 
 def false_alarms(kernels: Kernels, budgets: Budgets, family: str, seeds: Sequence[int]) -> Iterator[Agreement]:

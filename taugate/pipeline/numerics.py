@@ -14,8 +14,9 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
 from taugate.config import resolve
 from taugate.errors import TaugateError
@@ -46,19 +47,12 @@ def main(argv: list[str]) -> int:
         return 1
 
 
-Outcome = op_level.Outcome | model_level.Outcome
-
-
 def _discriminate(kernels: Kernels, budgets: Budgets, family: str, seeds: int) -> int:
     bench = model_level.Bench(kernels, budgets, family)
-
-    def outcomes() -> Iterator[Outcome]:
-        yield from op_level.discriminate(kernels, budgets, family)
-        yield from model_level.discriminate(bench)
-
-    rows: list[Outcome] = []
+    outcomes = chain(op_level.discriminate(kernels, budgets, family), model_level.discriminate(bench))
+    rows: list[op_level.Outcome[Any]] = []
     print(f"{'fault':48} {'level':10} {'in':4}  {'clean':>5}  {'faulty':>8}  {'of budget':12}  let through by")
-    for row in outcomes():
+    for row in outcomes:
         rows.append(row)
         clean, faulty = (_share(agreement) for agreement in (row.clean, row.faulty))
         what = row.faulty.budget.what if row.caught else "MISSED"

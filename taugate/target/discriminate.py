@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from taugate.numerics.budgets import Agreement, Budgets
-from taugate.numerics.discriminate import FAULT_SEED, SUITES
+from taugate.numerics.discriminate import FAULT_SEED, Outcome, Pair, furthest, let_through
 from taugate.numerics.kernels import Kernels
 from taugate.target.agreement import LEVELS, judge_level
 from taugate.target.faults import CASES, FAULTS, ModelCase, ModelFault
@@ -16,26 +15,7 @@ from taugate.target.paths import on_path
 from taugate.target.random_model import random_model
 from taugate.target.reference import Reference
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """A fault on one path: the measure that exceeds its budget most, clean and faulty, and the suites that missed
-    it.
-    """
-
-    fault: ModelFault
-    clean: Agreement
-    faulty: Agreement
-    let_through: tuple[str, ...]
-
-    @property
-    def caught(self) -> bool:
-        return self.clean.ok and not self.faulty.ok
 
 
 class Bench:
@@ -79,28 +59,22 @@ class Bench:
         return self._models[key]
 
 
-def discriminate(bench: Bench, suites: bool = True) -> Iterator[Outcome]:
+def discriminate(bench: Bench, suites: bool = True) -> Iterator[Outcome[ModelFault]]:
     """Every fault, clean and faulty on the same inputs. suites: also ask what others would have said of the tensors."""
     for fault in FAULTS:
         clean, faulty = (
-            max(
-                bench.judged(fault.case, fault.level, fault.dtype, FAULT_SEED, which),
-                key=lambda agreement: agreement.value / agreement.budget.limit,
-            )
-            for which in (None, fault)
+            furthest(bench.judged(fault.case, fault.level, fault.dtype, FAULT_SEED, which)) for which in (None, fault)
         )
-        yield Outcome(fault, clean, faulty, tuple(_missed(bench, fault)) if suites else ())
+        yield Outcome(fault, clean, faulty, _let_through(bench, fault) if suites else ())
 
 
-def _missed(bench: Bench, fault: ModelFault) -> Iterator[str]:
+def _let_through(bench: Bench, fault: ModelFault) -> tuple[str, ...]:
     """Suites that accept the faulty run, or reject the clean one too, in both precisions."""
-    runs: dict[str, list[Sequence[tuple[Tensor, Tensor]]]] = {
-        dtype: [bench.run(fault.case, fault.level, dtype, FAULT_SEED, which).pairs for which in (None, fault)]
-        for dtype in DTYPES
-    }
-    for name, accepts in SUITES.items():
-        if not any(accepts(clean) and not accepts(faulty) for clean, faulty in runs.values()):
-            yield name
+
+    def pairs(dtype: str, which: ModelFault | None) -> Sequence[Pair]:
+        return bench.run(fault.case, fault.level, dtype, FAULT_SEED, which).pairs
+
+    return let_through((pairs(dtype, None), pairs(dtype, fault)) for dtype in DTYPES)
 
 
 def false_alarms(
