@@ -131,7 +131,7 @@ class Completions(Section):
 class Capture(Section):
     kernel_path: Literal["torch", "fla", "hub", "flash_qla"] = "torch"
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    device: Text = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
     engine: Literal["auto", "resident", "streamed"] = "auto"
     max_gpu_memory: Memory = None
     beside: bool = False

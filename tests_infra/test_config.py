@@ -148,6 +148,7 @@ MISTAKES = {
         "[window]\nttl = 600",
         "line 2: window.ttl = 600: write a duration with its unit",
     ),
+    "device that is none": ('[capture]\ndevice = "tpu"', "line 2: capture.device = 'tpu': "),
     "memory without unit": (
         "[capture]\nmax_gpu_memory = 6000",
         'line 2: capture.max_gpu_memory = 6000: write "auto" or a size with its unit',
