@@ -30,17 +30,16 @@ from typing import TYPE_CHECKING, Any
 from filelock import FileLock
 
 from taugate.errors import StoreError
-from taugate.files import disk_full, sha256_file, sha256_json, sync, write_atomic
+from taugate.files import disk_full, sha256_json, sync, write_atomic
+from taugate.target.meta import META, content, is_there, read_meta, require_file, verified_file
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 CONVENTION = "1: tap.L = raw output of decoder layer L (0-based, before any norm); final_hidden = after the final norm"
 FINAL_HIDDEN = "final_hidden"
-META = "meta.json"
 NEW = ".new-"
 IN_USE, _WRITING = ".in-use", ".writing.lock"
-_KINDS = {"file": str, "sha256": str, "bytes": int, "tensors": dict, "generation": int, "provenance": list}
 _READ_AGAIN = 3  # times; an entry that grows while it is read has another file each time
 
 
@@ -99,20 +98,7 @@ class StateStore:
     def meta(self, key: str) -> dict[str, Any]:
         """What meta.json says of `key`, or {} without an entry. Raises StoreError if it is damaged."""
         self._hold()
-        path = self.directory(key) / META
-        try:
-            meta = json.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            if self.directory(key).is_dir():
-                raise StoreError(f"{path} is missing; delete its directory to capture the state again") from None
-            return {}
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise StoreError(f"{path} is damaged ({error}); delete its directory to capture the state again") from None
-        if not isinstance(meta, dict) or meta.get("key") != key or sha256_json(meta.get("fields")) != key:
-            raise StoreError(f"{path} describes another state than its key; delete its directory to capture it again")
-        if wrong := [name for name, kind in _KINDS.items() if not isinstance(meta.get(name), kind)]:
-            raise StoreError(f"{path} lacks a usable {wrong[0]}; delete its directory to capture the state again")
-        return meta
+        return read_meta(self.directory(key), key)
 
     def names(self, key: str) -> set[str]:
         """Names of the tensors stored under `key`; empty when there are none.
@@ -121,13 +107,11 @@ class StateStore:
         """
         for _ in range(_READ_AGAIN):
             meta = self.meta(key)
-            path = self.directory(key) / meta.get("file", META)
-            if not meta or (path.is_file() and path.stat().st_size == meta["bytes"]):
-                return set(meta.get("tensors", ()))
-            if self.meta(key) == meta:
+            if not meta or is_there(self.directory(key), meta) or self.meta(key) == meta:
                 break  # else taps were added meanwhile, and the file that the old meta.json named is gone
-        what = "does not have the size that meta.json names" if path.is_file() else "is missing"
-        raise StoreError(f"{path} {what}; delete its directory to capture the state again")
+        if meta:
+            require_file(self.directory(key), meta)
+        return set(meta.get("tensors", ()))
 
     def verify(self, key: str) -> None:
         """Read the whole entry of `key`, if there is one. Raises StoreError naming the file that is damaged."""
@@ -153,7 +137,7 @@ class StateStore:
                     "`pytest -m gpu_window` captures what is missing"
                 )
             try:
-                with safe_open(self._verified(key, meta), framework="pt") as stream:
+                with safe_open(verified_file(self.directory(key), meta), framework="pt") as stream:
                     if absent := sorted(set(names) - set(stream.keys())):
                         raise StoreError(
                             f"{self.directory(key) / META} names {', '.join(absent)}, which {meta['file']} lacks; "
@@ -198,7 +182,7 @@ class StateStore:
             new.chmod(0o755)
             name = "states.safetensors"
             shutil.copyfile(file, new / name)
-            meta = {"key": key, "file": name, "generation": 0, **_content(new / name), "fields": dict(fields)}
+            meta = {"key": key, "file": name, "generation": 0, **content(new / name), "fields": dict(fields)}
             write_atomic(new / META, json.dumps(meta | {"provenance": [dict(provenance)]}, indent=1))
             sync(new / name)
             sync(new)
@@ -214,30 +198,18 @@ class StateStore:
         directory, generation = self.directory(key), old["generation"] + 1
         for left in [*directory.glob(f"{NEW}*"), *directory.glob(".*tmp*"), *directory.glob(f".{META}.*")]:
             left.unlink()  # of writers that were killed; this one is alone
-        tensors = load_file(file) | load_file(self._verified(key, old))
+        tensors = load_file(file) | load_file(verified_file(directory, old))
         if tensors.keys() == old["tensors"].keys():
             return
         path, partial = directory / f"states-{generation}.safetensors", directory / f"{NEW}{generation}"
         save_file(tensors, partial)
         sync(partial)
         os.replace(partial, path)
-        added = {"file": path.name, "generation": generation, **_content(path)}
+        added = {"file": path.name, "generation": generation, **content(path)}
         meta = {**old, **added, "provenance": [*old["provenance"], dict(provenance)]}
         write_atomic(directory / META, json.dumps(meta, indent=1))
         sync(directory)
         (directory / old["file"]).unlink(missing_ok=True)
-
-    def _verified(self, key: str, meta: Mapping[str, Any]) -> Path:
-        path = self.directory(key) / meta["file"]
-        try:
-            found = sha256_file(path)
-        except FileNotFoundError:
-            raise StoreError(f"{path} is missing; delete its directory to capture the state again") from None
-        if found != meta["sha256"]:
-            raise StoreError(
-                f"{path} does not have the content that {META} names; delete its directory to capture the state again"
-            )
-        return path
 
     def _hold(self, make: bool = False) -> None:
         """Share a lock for as long as this object lives: `prune` takes it alone, or leaves this target's states be."""
@@ -252,13 +224,6 @@ class StateStore:
             return  # a store that may only be read
         self._held = weakref.finalize(self, os.close, handle)
         fcntl.flock(handle, fcntl.LOCK_SH)
-
-
-def _content(path: Path) -> dict[str, Any]:
-    from taugate.target.shards import read_header
-
-    tensors = {name: {"dtype": t.dtype, "shape": list(t.shape)} for name, t in sorted(read_header(path).items())}
-    return {"sha256": sha256_file(path), "bytes": path.stat().st_size, "tensors": tensors}
 
 
 if __name__ == "__main__":
