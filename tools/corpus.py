@@ -45,10 +45,10 @@ def _candidates() -> list[tuple[str, Path, str]]:
             found.append((f"stdlib/{path.relative_to(stdlib)}", path, "PSF-2.0"))
     for distribution in metadata.distributions():
         licence = _licence(distribution)
+        whose = f"{distribution.metadata['Name']}=={distribution.version}"  # parsed anew each time it is asked for
         for entry in distribution.files or [] if licence else []:
             if entry.suffix == ".py" and not str(entry).startswith(".."):
-                name = f"{distribution.metadata['Name']}=={distribution.version}/{entry}"
-                found.append((name, Path(str(distribution.locate_file(entry))), licence))
+                found.append((f"{whose}/{entry}", Path(str(distribution.locate_file(entry))), licence))
     return sorted(found)
 
 

@@ -37,7 +37,7 @@ from tools.pair.text import encode, train_tokenizer  # noqa: E402
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--smoke", action="store_true", help="seconds on a CPU: does every stage run?")
+    parser.add_argument("--smoke", action="store_true", help="half a minute on a CPU: does every stage run?")
     parser.add_argument("--full-attention", action="store_true", help="the small Qwen3 pair instead of the hybrid one")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--draws", type=int, help="seed of batches and prompts, if not --seed (which picks the corpus)")
@@ -67,9 +67,9 @@ def main() -> None:
     args.draft_inner = args.draft_inner or args.shape.inner
     args.draft_layers = args.draft_layers or args.shape.draft_layers
     if args.smoke:
-        args.corpus_mb, args.batch, args.target_steps, args.sequences, args.generate_batch = 1, 4, 6, 32, 32
-        args.total = 128
-        args.draft_steps, args.draft_batch, args.anchors, args.draft_every, args.length = 8, 8, 4, 4, 96
+        args.corpus_mb, args.batch, args.target_steps, args.length = 0.3, 2, 2, 64
+        args.prompts, args.total, args.sequences, args.generate_batch = [32], 48, 8, 8
+        args.draft_steps, args.draft_batch, args.anchors, args.draft_every = 2, 4, 4, 1
         args.distinct = 0.0  # an untrained target does nothing but loop
     device = "cuda" if torch.cuda.is_available() else "cpu"
     draws = args.seed if args.draws is None else args.draws
@@ -107,7 +107,7 @@ def main() -> None:
         model = make_target(ids, held, args, device, end)
         model.save_pretrained(target)
 
-    held_out = regenerate(model, held, held_begins, 32 if args.smoke else 512, args, device, end)
+    held_out = regenerate(model, held, held_begins, 8 if args.smoke else 512, args, device, end)
     for row, length in zip(held_out[0][:4], held_out[1][:4].tolist(), strict=True):
         say("held-out continuation:\n" + tokenizer.decode(row[length:].tolist()))
     made = regenerate(model, ids, begins, args.sequences, args, device, end)

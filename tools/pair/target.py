@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig, Qwen3Config, Qwen3ForCausalLM
 
+from taugate.target.segments import cache_argument, new_cache
 from tools.pair.log import say
 from tools.pair.text import windows
 
@@ -84,13 +85,14 @@ def next_token_loss(model, batch: Tensor) -> Tensor:
 def continue_greedily(model, prompts: Tensor, new: int, end: int) -> Tensor:
     """Greedy continuations [N, P + new] of `prompts` [N, P]; positions after the end token repeat it."""
     out, done = [prompts], torch.zeros(len(prompts), dtype=torch.bool, device=prompts.device)
-    step = model(input_ids=prompts, use_cache=True, logits_to_keep=1)
+    cache = {cache_argument(model.forward): new_cache(model.config)}
+    step = model(input_ids=prompts, use_cache=True, logits_to_keep=1, **cache)
     for _ in range(new):
         token = step.logits[:, -1].argmax(-1)
         token = torch.where(done, end, token)
         done = done | (token == end)
         out.append(token[:, None])
-        step = model(input_ids=token[:, None], past_key_values=step.past_key_values, use_cache=True)
+        step = model(input_ids=token[:, None], use_cache=True, **cache)
     return torch.cat(out, 1)
 
 
