@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import shutil
 import subprocess
 
 import pytest
 
-from taugate.errors import CheckpointError, HostError, HostKeyError, PreflightError, StoreError
+from taugate.errors import CheckpointError, HostError, HostKeyError, KernelPathError, PreflightError, StoreError
 from tests_infra.gatehost import ROOT, acquired, configured, run_gate, stub_host
 
 
@@ -77,6 +78,32 @@ class TestOneSentenceEach:
         subprocess.run([embedded.info.remote_python, "-m", "venv", "--without-pip", str(bare)], check=True)
         sentence = refused(embedded, tmp_path, f"host.remote_python={bare}/bin/python", error=HostError)
         assert "lacks torch, transformers, safetensors" in sentence and "`remote_python`" in sentence
+
+    @pytest.fixture
+    def torch_for_cpus(self):
+        import torch
+
+        if torch.version.cuda:
+            pytest.skip("the torch of the embedded host can use GPUs")
+
+    @pytest.mark.usefixtures("torch_for_cpus")
+    def test_a_device_that_torch_there_cannot_use(self, embedded, tmp_path):
+        sentence = refused(embedded, tmp_path, "capture.device=cuda", error=HostError)
+        assert 'capture.device is "cuda", but the torch of' in sentence and "is built for CPUs" in sentence
+
+    @pytest.mark.usefixtures("torch_for_cpus")
+    def test_kernels_that_are_not_there_or_have_no_gpu(self, embedded, tmp_path):
+        """No server is stopped to find out. Asked twice: the check of the checkpoint, the first time, hides fla."""
+        for _ in range(2):
+            if importlib.util.find_spec("fla"):
+                sentence = refused(embedded, tmp_path, "capture.kernel_path=fla", error=KernelPathError)
+                assert 'kernel_path "fla" needs a GPU' in sentence
+            else:
+                sentence = refused(embedded, tmp_path, "capture.kernel_path=fla", error=HostError)
+                assert "has no fla; install flash-linear-attention there" in sentence
+        if not importlib.util.find_spec("flash_qla"):
+            sentence = refused(embedded, tmp_path, "capture.kernel_path=flash_qla", error=HostError)
+            assert "has no flash_qla; install flash_qla there" in sentence
 
     def test_remote_python_that_is_not_there(self, embedded, tmp_path):
         sentence = refused(embedded, tmp_path, "host.remote_python=/no/python", error=HostError)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,8 @@ from taugate.target.capture import code_sha256
 from taugate.target.checkpoint import TargetInfo
 from taugate.target.head import HeadStore
 from taugate.target.here import relevant_versions
+from taugate.target.kernels import require_device
+from taugate.target.probe import KERNEL_PACKAGES
 from taugate.target.store import StateIdentity, StateStore
 
 Record = Callable[[dict[str, Any]], None]
@@ -33,7 +35,7 @@ _HASHING_S = 3600  # the first time, every byte of the checkpoint is read
 class Survey:
     """What the host serves and has, asked without touching its server. `say` gets progress lines.
 
-    Raises HostError or CheckpointError, one sentence, for anything that would make a window pointless.
+    Raises HostError, CheckpointError or KernelPathError, one sentence, for anything that would make a window pointless.
     """
 
     def __init__(self, host: Host, config: GateConfig, drafters: Sequence[DrafterConfig], say: Say) -> None:
@@ -121,12 +123,24 @@ class Survey:
                 f"the Python {self.host.remote_python} on {self.host.name} lacks {', '.join(probe['missing'])}; "
                 "install them there or set `remote_python`"
             )
-        if self.config.capture.kernel_path == "fla" and not probe["fla"]:
-            raise HostError(
-                f'capture.kernel_path is "fla", but {self.host.remote_python} on {self.host.name} has no fla; '
-                "install flash-linear-attention there"
-            )
+        self._check_kernels(probe)
         return probe
+
+    def _check_kernels(self, probe: Mapping[str, Any]) -> None:
+        """What the capture is to run on and with is there."""
+        capture, python = self.config.capture, f"{self.host.remote_python} on {self.host.name}"
+        if capture.kernel_path not in probe["paths"]:
+            package = KERNEL_PACKAGES[capture.kernel_path]
+            raise HostError(
+                f'capture.kernel_path is "{capture.kernel_path}", but {python} has no {package}; install '
+                f"{'flash-linear-attention' if package == 'fla' else package} there"
+            )
+        if capture.device == "cuda" and probe["cuda"] is None:
+            raise HostError(
+                f'capture.device is "cuda", but the torch of {python} is built for CPUs; install one for its GPUs'
+            )
+        device = "cpu" if capture.device == "cpu" or probe["cuda"] is None else "cuda"
+        require_device(capture.kernel_path, probe["target"]["model_type"], device)
 
     def _check_taps(self, drafters: Sequence[DrafterConfig]) -> None:
         target = self.target

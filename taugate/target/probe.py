@@ -31,18 +31,23 @@ PACKAGES = (
     "accelerate",
     "causal-conv1d",
 )
-# Beyond these a capture cannot run; kernel path "fla" also needs fla.
+# Beyond these a capture cannot run; kernel paths other than "torch" need one more.
 NEEDED = ("torch", "transformers", "safetensors")
+KERNEL_PACKAGES = {"torch": "torch", "fla": "fla", "hub": "kernels", "flash_qla": "flash_qla"}
 
 
 def probe(name: str, memo: Path, progress: Progress = lambda _: None) -> dict[str, Any]:
-    """{"python", "versions", "missing", "model_path", "target", …}; `name` as in `find_checkpoint`.
+    """{"python", "versions", "missing", "paths", "model_path", "target", …}; `name` as in `find_checkpoint`.
+
+    paths: the kernel paths whose package is installed.
 
     Raises CheckpointError for an unusable checkpoint: a shard that is missing or cut short, and (where torch is there
     to tell) a key that no module takes, a missing one or a wrong shape.
     """
     model_path = find_checkpoint(name)
     missing = [package for package in NEEDED if importlib.util.find_spec(package) is None]
+    # Before the layout is checked, which hides fla from this process.
+    paths = [path for path, package in KERNEL_PACKAGES.items() if importlib.util.find_spec(package) is not None]
     target = read_target(model_path, memo, progress)
     if not missing:
         _check_layout(model_path, target, memo)
@@ -50,7 +55,7 @@ def probe(name: str, memo: Path, progress: Progress = lambda _: None) -> dict[st
         "python": platform.python_version(),
         "versions": installed_versions(),
         "missing": missing,
-        "fla": importlib.util.find_spec("fla") is not None,
+        "paths": paths,
         "cuda": _torch_cuda(),
         "model_path": str(model_path),
         "target": target.to_json(),
