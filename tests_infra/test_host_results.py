@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -111,6 +113,16 @@ class TestHeadBundle:
         (tmp_path / "heads" / "w1.json").write_text("{")
         with pytest.raises(StoreError, match=r"w1\.json is damaged"):
             heads.find("w1")
+
+    def test_what_a_killed_writer_left_is_removed_and_what_a_living_one_writes_is_not(self, model, tmp_path):
+        out = tmp_path / "head.safetensors"
+        with subprocess.Popen(["true"]) as ended:
+            pass
+        dead, living = (tmp_path / f".{out.name}.{pid}.partial" for pid in (ended.pid, os.getppid()))
+        for partial in (dead, living):
+            partial.write_bytes(b"half")
+        write_bundle(model[0], out)
+        assert sorted(tmp_path.iterdir()) == sorted([out, living])
 
     def test_a_checkpoint_without_a_head(self, tmp_path):
         checkpoints.write_checkpoint(tmp_path, "llama")

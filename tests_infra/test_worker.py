@@ -268,6 +268,7 @@ class TestCommand:
             ({"dtype": "float8"}, "dtype is 'float8', not one of bfloat16, float32"),
             ({"taps": ["1"]}, "taps is not a list of layers"),
             ({"threads": 0}, "threads is 0, not a number of at least 1"),
+            ({"sequences": []}, "sequences is not a list of at least one"),
             ({"tapz": [1]}, "tapz is not part of one"),
             ({"sequences": [{"key": "a", "token_ids": []}]}, "sequence 1 has no token_ids"),
             ({"sequences": [{"key": "../a", "token_ids": [1]}]}, "sequence 1 has no key that can be a file's name"),

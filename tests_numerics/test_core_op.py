@@ -122,3 +122,14 @@ def test_right_padding_decays_the_state_on_either_path(kernels):
     for path in ("fla-chunk", "torch-chunk"):
         assert relative_error(kernels.run(path, inputs, "fp32")[1], state) < 1e-5
         assert relative_error(kernels.run(path, replace(pad(inputs, 0, 24)), "fp32")[1], state) > 0.1
+
+
+def test_a_gpu_that_is_not_there_is_one_sentence(monkeypatch):
+    import torch
+
+    from taugate.errors import KernelPathError
+    from taugate.numerics.kernels import open_kernels
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(KernelPathError, match='to run on "cuda", but torch finds no GPU'), open_kernels("cuda"):
+        pass

@@ -176,9 +176,11 @@ class Kernels:
 
 @contextmanager
 def open_kernels(device: str | None = None) -> Iterator[Kernels]:
-    """All paths on "cpu" or "cuda"; a GPU if there is one unless told."""
+    """All paths on "cpu" or "cuda"; a GPU if there is one unless told. Raises KernelPathError where it is missing."""
     import torch
 
+    if device == "cuda" and not torch.cuda.is_available():
+        raise KernelPathError('the kernels are to run on "cuda", but torch finds no GPU; leave --device out')
     kernels = Kernels(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     try:
         yield kernels

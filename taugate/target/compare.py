@@ -116,7 +116,10 @@ def source(text: str) -> dict[str, Loader]:
         if all(str(facts.get(name)) == value for name, value in wanted.items()):
             found[tokens].append((facts, loader))
     if not found:
-        raise StoreError(f"{directory} holds no states{' with ' + conditions if conditions else ''}")
+        raise StoreError(
+            f"{directory} holds no states{' with ' + conditions if conditions else ''}; name the output directory of a "
+            "capture, or of a store STORE/states/TARGET"
+        )
     for several in found.values():
         if len(several) > 1:
             first, second = several[0][0], several[1][0]

@@ -23,6 +23,7 @@ from taugate.target.finalnorm import FinalNorm
 from taugate.target.formats import Cached, Facts, taps_of
 from taugate.target.store import FINAL_HIDDEN, tap_name
 
+_CUT = "is cut, or not what SpecForge writes under such a name; fetch it again"
 # What torch's loader says of a name that is not a tensor's: of one to import, to make an object of, or to call.
 _FORBIDDEN = re.compile(r"GLOBAL|add_safe_globals|unrecognized function")
 
@@ -63,13 +64,13 @@ def _read(file: Path) -> dict[str, Any]:
         with warnings.catch_warnings(action="ignore"):  # of pickles that torch.save has not written
             data = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     except (EOFError, zlib.error, gzip.BadGzipFile):
-        raise StoreError(f"{file} is cut or no gzip file; fetch it again") from None
+        raise StoreError(f"{file} {_CUT}") from None
     except OSError as error:
         raise StoreError(f"{file} cannot be read ({error.strerror}); fetch it again") from None
     except (RuntimeError, ValueError, KeyError, IndexError, pickle.UnpicklingError) as error:
         if _FORBIDDEN.search(str(error)):
             raise StoreError(f"{file} holds more than tensors and is not loaded: a pickle can run any code") from None
-        raise StoreError(f"{file} is cut or no file of torch.save; fetch it again") from None
+        raise StoreError(f"{file} {_CUT}") from None
     if not isinstance(data, dict) or not all(isinstance(value, torch.Tensor) for value in data.values()):
         raise StoreError(f"{file} is no table of tensors, as SpecForge's data_*.ckpt are")
     if scalar := [name for name in data if name.endswith("hidden_states") and data[name].dim() < 2]:

@@ -82,7 +82,7 @@ class HeadStore:
     def produce(self, model_path: Path, weights_sha256: str) -> None:
         """Make the bundle here from the checkpoint, unless it is there. Raises CheckpointError, StoreError."""
         if self.find(weights_sha256) is None:
-            file = self.incoming(f"{weights_sha256}.{os.getpid()}")
+            file = self.incoming(weights_sha256)
             self.adopt(file, write_bundle(model_path, file)["sha256"], weights_sha256)
 
     def _path(self, sha256: str) -> Path:
@@ -125,7 +125,8 @@ def bundle_tensors(model_path: Path) -> dict[str, Stored]:
 def write_bundle(model_path: Path, out: Path) -> dict[str, Any]:
     """Write the bundle of the checkpoint at `model_path` to `out`; returns {"sha256", "bytes"} of the file.
 
-    The bytes are copied as stored, a piece at a time: no tensor is ever whole in memory. Raises CheckpointError.
+    The bytes are copied as stored, a piece at a time: no tensor is ever whole in memory. What writers that were killed
+    have left is removed. Raises CheckpointError, and OSError naming `out` when the disk does not take it.
     """
     tensors = bundle_tensors(model_path)
     header, end = {}, 0
@@ -134,6 +135,9 @@ def write_bundle(model_path: Path, out: Path) -> dict[str, Any]:
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # the format wants tensors aligned
     out.parent.mkdir(parents=True, exist_ok=True)
+    for left in out.parent.glob(f".{out.name}.*.partial"):
+        if not _runs(left.name.rsplit(".", 2)[1]):
+            left.unlink(missing_ok=True)
     partial = out.with_name(f".{out.name}.{os.getpid()}.partial")
     try:
         with open(partial, "wb") as stream:
@@ -161,6 +165,17 @@ def read_bundle(path: Path, dtype: str = "float32") -> tuple[Tensor, Tensor]:
     with safe_open(path, framework="pt") as stream:
         embedding = stream.get_tensor("embedding").to(getattr(torch, dtype))
         return embedding, stream.get_tensor("head").to(embedding.dtype) if "head" in stream.keys() else embedding  # noqa: SIM118
+
+
+def _runs(process: str) -> bool:
+    """Whether a process with this number runs."""
+    try:
+        os.kill(int(process), 0)
+    except (ProcessLookupError, ValueError):
+        return False
+    except PermissionError:
+        pass
+    return True
 
 
 def _copy(file: Path, offset: int, count: int, to: Any) -> None:

@@ -85,8 +85,8 @@ def _unusable(spec: Any) -> str | None:
 
 
 def _unusable_sequences(sequences: Any) -> str | None:
-    if not isinstance(sequences, list):
-        return "sequences is not a list"
+    if not isinstance(sequences, list) or not sequences:
+        return "sequences is not a list of at least one"
     seen: set[str] = set()
     for number, entry in enumerate(sequences, 1):
         key, ids = (entry.get("key"), entry.get("token_ids")) if isinstance(entry, dict) else (None, None)
