@@ -29,6 +29,7 @@ from taugate.errors import JobError, TaugateError
 from taugate.files import disk_full
 from taugate.target.capture import Capture, LayerDone, pick_device
 from taugate.target.checkpoint import read_config, text_config
+from taugate.target.compilations import share_autotuning
 from taugate.target.jobspec import DEVICES, DTYPES, ENGINES, check_spec, read_spec
 from taugate.target.kernels import PATHS, kernel_path
 from taugate.target.layout import open_layout
@@ -42,6 +43,7 @@ def run(spec: dict[str, Any], out: Path) -> Iterator[dict[str, Any]]:
     "done", "of", "tokens", "bytes", "left_s"} after each file. Raises CheckpointError, KernelPathError and
     GpuMemoryError before anything is loaded, JobError when memory or disk run out; complete files stay.
     """
+    share_autotuning()  # the check of the layout imports fla, and with it Triton
     check_spec(spec)
     out.mkdir(parents=True, exist_ok=True)
     results = Results(out)
