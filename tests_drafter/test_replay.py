@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from taugate.drafter.judge import Drafts, judge
 from taugate.drafter.replay import Verifier, anchor_table, walk, walk_together
 from taugate.drafter.tree import scores
+from taugate.drafter.treecount import pop_numbers
 from taugate.errors import EvidenceError
 
 from . import oracles, tiny
@@ -151,6 +152,30 @@ def test_equal_logits_are_ranked_by_token():
         for size in (90, 700):
             assert found[f"ddtree-{size}"][row] == oracles.depth_in(heap[:size], ranks[row].tolist())
     assert len(set(found["ddtree-700"].tolist())) > 1
+
+
+@settings(deadline=None, derandomize=True, max_examples=40, phases=[Phase.generate])
+@given(st.integers(0, 999), st.sampled_from([20, 128, 300, 2000]), st.sampled_from([0.5, 3.0, 9.0]), st.booleans())
+def test_trees_from_logits_are_those_of_complete_lists(seed, vocabulary, spread, pruned):
+    """Sharp and flat slots, cut blocks, ties, truths that a pruned vocabulary does not have."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = (torch.randn(12, 4, vocabulary, generator=generator) * spread).mul(4).round().div(4)
+    if pruned:
+        logits[..., vocabulary // 3 :] = float("-inf")
+    order = logits.sort(dim=-1, descending=True, stable=True)
+    ranks = torch.empty(12, 4).exponential_(0.3, generator=generator).long().clamp(max=vocabulary - 1)
+    ranks[::3, 1] = torch.randint(0, vocabulary, (4,), generator=generator)
+    slots = torch.randint(2, 5, (12,), generator=generator)
+    ranks[torch.arange(4) >= slots[:, None]] = -1
+    truth = torch.where(ranks < 0, -1, order.indices.gather(-1, ranks.clamp(min=0)[..., None])[..., 0])
+    names = ("chain", "topk-8", "ddtree-8")
+    found = judge(Drafts(logits, truth, slots), [Verifier.parse(name) for name in names])
+    total = order.values[..., :1] - logits.softmax(-1).amax(-1, keepdim=True).log()
+    listed = scores((order.values.double() - total.double()).numpy(), slots.numpy())
+    assert found.arrivals.tolist() == pop_numbers(listed, ranks.numpy(), 1024)[0].tolist()
+    for name, size in (("chain", 1), ("topk-8", 8)):
+        ok = ((ranks >= 0) & (ranks < size)).numpy()
+        assert found.accepted[name].tolist() == np.logical_and.accumulate(ok, axis=1).sum(1).tolist()
 
 
 def test_anchors_may_only_grow():

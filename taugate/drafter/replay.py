@@ -54,19 +54,18 @@ def anchor_table(
     device; embedding, head: [V, H], on the drafter's device and of its dtype. predict: also note what the drafter
     itself expects of each tree. final_hidden: [S, H] target states after the final norm: with them, acceptance
     Σ min(p, q) at `temperature` too. Memory is bounded by `anchors_per_batch`: logits of two batches are held at a
-    time, because the host judges one while the device drafts the next. Raises EvidenceError for logits that are not
-    finite.
+    time (see `judgements`), because the host judges one while the device drafts the next. Raises
+    EvidenceError for logits that are not finite.
     """
     import torch
 
-    from taugate.drafter.judge import Condensed, Judged, overlaps
+    from taugate.drafter.judge import judgements, overlaps
     from taugate.drafter.texts import Texts
 
-    parts: list[Judged] = []
     overlap: list[tuple[float, ...]] = []
-    waiting: Condensed | None = None
     everywhere = sequence.anchors()
-    with torch.inference_mode():
+
+    def drafted() -> Iterator[Drafts]:
         context = drafter.context(taps[None].to(embedding), blocks_together(embedding, anchors_per_batch))
         texts = Texts.of([sequence], embedding.device)
         for first in range(0, len(everywhere), anchors_per_batch):
@@ -74,13 +73,11 @@ def anchor_table(
             anchors = torch.arange(some.start, some.stop, device=embedding.device)[None]
             drafts = _draft(drafter, context, texts, anchors, embedding, head, (some[0], some[-1]))
             if final_hidden is not None:
-                overlap += overlaps(drafts, some[0], final_hidden, head, temperature)
-            condensed = Condensed(drafts, verifiers, predict)
-            if waiting:
-                parts.append(waiting.judge())
-            waiting = condensed
-        if waiting:
-            parts.append(waiting.judge())
+                overlap.extend(overlaps(drafts, some[0], final_hidden, head, temperature))
+            yield drafts
+
+    with torch.inference_mode():
+        parts = list(judgements(drafted(), verifiers, predict))
     accepted = {v.name: tuple(d for part in parts for d in part.accepted[v.name].tolist()) for v in verifiers}
     arrivals = tuple(tuple(row) for part in parts if part.arrivals is not None for row in part.arrivals.tolist())
     predicted = {
