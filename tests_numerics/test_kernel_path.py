@@ -57,7 +57,7 @@ def run_target():
 
 def test_fla_bound_on_a_cpu_is_found_before_it_crashes(fla_bound):
     """Left to transformers the forward crashes; asked for, the path is refused; on the path "torch" it runs."""
-    from taugate.target.kernels import bound_module
+    from taugate.target.implementations import bound_module
 
     assert bound_module(fla_bound) == "fla.ops.gated_delta_rule.chunk"
     with pytest.raises(RuntimeError, match="0 active drivers"):
