@@ -5,7 +5,10 @@ from __future__ import annotations
 
 import pytest
 
-pytestmark = [pytest.mark.gpu]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore"),  # those of torch and Triton about the machine at hand
+]
 numerics = pytest.mark.numerics
 SEED = 500
 

@@ -65,12 +65,18 @@ class ModelFault:
     record: Callable[[Trace], Trace] | None = None
 
 
-def _tiled_heads(rule: Callable[..., Any]) -> Callable[..., Any]:
-    def tiled(query: Any, key: Any, value: Any, *args: Any, **given: Any) -> Any:
-        times = value.shape[2] // query.shape[2]
-        return rule(query.repeat(1, 1, times, 1), key.repeat(1, 1, times, 1), value, *args, **given)
+def _tiled_heads(key_heads: int) -> Swap:
+    """k heads 0 1 0 1 over the v heads in place of 0 0 1 1. Releases before 5.2x repeat them in the model already."""
 
-    return tiled
+    def tiled_rule(rule: Callable[..., Any]) -> Callable[..., Any]:
+        def tiled(query: Any, key: Any, value: Any, *args: Any, **given: Any) -> Any:
+            step, times = query.shape[2] // key_heads, value.shape[2] // key_heads
+            q, k = (heads[:, :, ::step].repeat(1, 1, times, 1) for heads in (query, key))
+            return rule(q, k, value, *args, **given)
+
+        return tiled
+
+    return tiled_rule
 
 
 def _state_not_written(rule: Callable[..., Any]) -> Callable[..., Any]:
@@ -128,6 +134,6 @@ FAULTS = (
     ),
     ModelFault(
         "k heads tiled over v heads, not grouped (model)", "", "bf16", "layer", GROUPED,
-        {"torch_chunk_gated_delta_rule": _tiled_heads},
+        {"torch_chunk_gated_delta_rule": _tiled_heads(GROUPED.sizes["linear_num_key_heads"])},
     ),
 )  # fmt: skip
