@@ -14,13 +14,17 @@ from typing import Any
 from taugate.files import sha256_file, sha256_json
 from taugate.target import memory
 from taugate.target.compilations import Compilations, counted_compilations, share_autotuning
+from taugate.target.fused import Fused, fused_modules
 from taugate.target.progress import LayerDone, SequenceDone
 
 __all__ = ["Capture", "LayerDone", "SequenceDone", "code_sha256", "pick_device"]
 
 ENGINES = ("auto", "resident", "streamed")
 # What decides the numbers of a state. A change here makes old states unusable, which is the point.
-_DECIDING = "graphs kernels lanes layout loading resident segments shards skeleton streamed"
+_DECIDING = """
+embedding fused fused_forwards fused_kernels graphs implementations kernels lanes layout loading pages resident segments
+shards skeleton streamed
+"""
 CODE = tuple(f"target/{name}.py" for name in _DECIDING.split())
 
 
@@ -67,6 +71,7 @@ class Capture:
         directory, precision, taps = Path(model_path), getattr(torch, dtype), sorted(set(taps))
         self.model_type: str = text_model_config(directory).model_type
         self.path, self._compilations = path, Compilations()
+        self._fused = Fused() if device != "cpu" and path != "torch" else None
         if device != "cpu":
             _hold_allocator()
         limit = memory.parse_limit(max_gpu_memory)
@@ -99,13 +104,16 @@ class Capture:
 
     def facts(self) -> dict[str, Any]:
         """What is worth remembering about how the states were computed, as JSON."""
-        return {**self.engine.facts(), "compilations": self._compilations.to_json()}
+        fused = {"fused": self._fused.facts()} if self._fused else {}
+        return {**self.engine.facts(), **fused, "compilations": self._compilations.to_json()}
 
     def states(self, sequences: Sequence[Sequence[int]]) -> Iterator[LayerDone | SequenceDone]:
         """States of every sequence, each as soon as it is complete, and progress in between."""
         on_gpu = self.path in ("fla", "hub", "flash_qla")
         with ExitStack() as stack:
             self._compilations = stack.enter_context(counted_compilations(on_gpu))
+            if self._fused:
+                stack.enter_context(fused_modules(self._fused, self.model_type))
             yield from self.engine.states(sequences)
 
     def __call__(self, token_ids: Sequence[int]) -> dict[str, Any]:

@@ -1,17 +1,20 @@
-"""Weights from files to a device: many readers, a ring of pinned host memory, one CUDA stream for the copies.
+"""Weights from files to a device: mapped files, a small ring of pinned host memory, one CUDA stream for the copies.
 
-A tensor is read in chunks. Each reader takes a free slot of the ring, reads a chunk into it (the page cache gives one
-thread 8 to 10 GB/s, so it takes several to keep a 55 GB/s link busy), and queues the copy to the device; the slot is
-free again when that copy is over. So reading, copying and computing overlap, and pinned memory does not grow with the
-model. On a CPU the same readers copy straight to the destination.
+One thread takes the chunks of all tensors in their order. What is pinned (`pages`) the GPU reads from the file itself.
+Any other chunk is copied from the file's pages into the next slot of the ring by all of torch's threads at once, and
+from there to the device while the next one is copied; the ring is smaller than a processor's cache, so that main memory
+is read but hardly written. So reading, copying and computing overlap, pinned memory does not grow with the model, and
+the thread that launches the layers does not contend for the interpreter with a dozen readers. On a CPU the same thread
+fills the destination.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
-import queue
+import threading
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -19,12 +22,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from taugate.errors import CheckpointError
+from taugate.target.pages import PIECE, MappedFile
 from taugate.target.shards import Stored
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-CHUNK = 32 << 20
+CHUNK = 16 << 20
+SLOTS = 6  # of the ring, for a GPU; one is enough for a CPU, whose copies are over when they return
+_PINNERS = 4
 ALIGNMENT = 512  # of a tensor in a layer's buffer, as the CUDA allocator aligns: libraries choose kernels by alignment
 _NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
@@ -44,11 +50,14 @@ def views(buffer: Tensor, tensors: Mapping[str, Stored], dtypes: Mapping[str, An
     return found
 
 
+_Part = tuple[Path, int, int, str, "Tensor"]  # file, offset, bytes, dtype, destination
+
+
 @dataclass(frozen=True)
 class Loading:
     """Copies that are under way."""
 
-    parts: list[Future[None]]
+    queued: Future[None]
     stream: Any
 
     def arrive(self) -> Any:
@@ -56,80 +65,111 @@ class Loading:
 
         Raises CheckpointError when a file could not be read.
         """
-        for part in self.parts:
-            part.result()
+        self.queued.result()
         return self.stream.record_event() if self.stream is not None else None
 
 
 class Loader:
-    """Reads stored tensors into tensors of one device ("cpu" or "cuda"). Pinned memory and files last as long as it."""
+    """Reads stored tensors into tensors of one device ("cpu" or "cuda"). Pinned memory and files last as long as it.
 
-    def __init__(self, device: str, readers: int | None = None) -> None:
+    threads: that copy a chunk into the ring; on a CPU torch's own number is left as it is.
+    """
+
+    def __init__(self, device: str, threads: int | None = None) -> None:
         import torch
 
         self.cuda = device != "cpu"
-        self.readers = readers or (min(14, max(2, (os.cpu_count() or 2) - 2)) if self.cuda else 2)
+        self.threads = threads or min(16, max(1, len(os.sched_getaffinity(0)) - 1))
         self.stream = torch.cuda.Stream() if self.cuda else None
-        self._pool = ThreadPoolExecutor(self.readers, thread_name_prefix="reader")
-        self._files: dict[Path, int] = {}
-        self._slots: queue.SimpleQueue[tuple[Tensor, Any]] = queue.SimpleQueue()
-        # A read takes ten times as long as a copy, so a few slots more than readers keep both busy.
-        for _ in range(self.readers + 4 if self.cuda else self.readers):
-            event = torch.cuda.Event(blocking=True) if self.cuda else None
-            self._slots.put((torch.empty(CHUNK, dtype=torch.uint8, pin_memory=self.cuda), event))
-        weakref.finalize(self, _close, self._pool, self._files)
+        several = {"initializer": torch.set_num_threads, "initargs": (self.threads,)} if self.cuda else {}
+        self._copier = ThreadPoolExecutor(1, "loader", **several)
+        self._adviser = ThreadPoolExecutor(1, "readahead")
+        self._pinners = ThreadPoolExecutor(_PINNERS, "pin")
+        self._refused = ""
+        self._files: dict[Path, MappedFile] = {}
+        self._opening = threading.Lock()
+        slots = [torch.empty(CHUNK, dtype=torch.uint8, pin_memory=self.cuda) for _ in range(SLOTS if self.cuda else 1)]
+        copied = [torch.cuda.Event(blocking=True) if self.cuda else None for _ in slots]
+        self._ring = itertools.cycle(zip(slots, copied, strict=True))
+        weakref.finalize(self, _close, (self._copier, self._adviser, self._pinners), self._files)
 
     def start(self, tensors: Mapping[str, Stored], destinations: Mapping[str, Tensor], after: Any = ()) -> Loading:
         """Begin to fill `destinations` (contiguous, by the same keys), converting where dtypes differ.
 
-        after: CUDA events that have to have happened before the destinations may be overwritten.
+        after: CUDA events that have to have happened before the destinations may be overwritten. What was started
+        before is copied before.
         """
-        for event in after:
-            self.stream.wait_event(event)
         parts = []
         for key, stored in tensors.items():
             flat, begin = destinations[key].view(-1), 0
             for file, offset, count in _chunks(stored):
-                if file not in self._files:
-                    self._files[file] = os.open(file, os.O_RDONLY)
                 elements = count // _itemsize(stored)
-                part = flat[begin : begin + elements]
-                parts.append(self._pool.submit(self._copy, file, offset, count, stored.dtype, part))
+                parts.append((file, offset, count, stored.dtype, flat[begin : begin + elements]))
                 begin += elements
-        return Loading(parts, self.stream)
+        self._adviser.submit(self._read_ahead, parts)
+        return Loading(self._copier.submit(self._copy, parts, after), self.stream)
 
-    def _copy(self, file: Path, offset: int, count: int, dtype: str, destination: Tensor) -> None:
+    def _copy(self, parts: list[_Part], after: Any) -> None:
         import torch
 
-        slot, event = self._slots.get()
-        try:
-            if event is not None:
-                event.synchronize()
-            read_exactly(self._files[file], file, slot[:count], offset)
-            source = slot[:count].view(getattr(torch, _NAMES[dtype]))
-            with torch.inference_mode(), torch.cuda.stream(self.stream) if self.cuda else nullcontext():
-                destination.copy_(source, non_blocking=True)
-                if event is not None:
-                    event.record()
-        finally:
-            self._slots.put((slot, event))
+        with torch.inference_mode(), torch.cuda.stream(self.stream) if self.cuda else nullcontext():
+            for event in after:
+                self.stream.wait_event(event)
+            for file, offset, count, dtype, destination in parts:
+                mapped, kind = self._open(file), torch_dtype(dtype)
+                if mapped.pinned(offset, count) and kind == destination.dtype and offset % kind.itemsize == 0:
+                    destination.copy_(mapped.bytes(offset, count).view(kind), non_blocking=True)
+                    continue
+                slot, copied = next(self._ring)
+                if copied is not None:
+                    copied.synchronize()
+                slot[:count].copy_(mapped.bytes(offset, count))
+                destination.copy_(slot[:count].view(kind), non_blocking=True)
+                if copied is not None:
+                    copied.record()
+
+    def pin(self, layers: Iterable[Mapping[str, Stored]]) -> None:
+        """Begin to pin the files of these tensors in the background, in this order; stops where CUDA refuses."""
+        every = (stored for tensors in layers for stored in tensors.values())
+        pieces = dict.fromkeys((file, offset // PIECE) for stored in every for file, offset, _ in _chunks(stored))
+        for file, piece in pieces:
+            self._pinners.submit(self._pin, file, piece)
+
+    def facts(self) -> dict[str, Any]:
+        """MiB of files that are pinned by now, and why there are no more."""
+        pinned = sum(file.pinned_bytes for file in list(self._files.values()))
+        return {"pinned": pinned >> 20} | ({"unpinned": self._refused} if self._refused else {})
+
+    def _pin(self, file: Path, piece: int) -> None:
+        if not self._refused:
+            self._refused = self._open(file).pin(piece)
+
+    def _read_ahead(self, parts: list[_Part]) -> None:
+        for file, offset, count, *_ in parts:
+            self._open(file).read_ahead(offset, count)
+
+    def _open(self, file: Path) -> MappedFile:
+        with self._opening:
+            if file not in self._files:
+                self._files[file] = MappedFile(file)
+            return self._files[file]
 
 
-def _close(pool: ThreadPoolExecutor, files: dict[Path, int]) -> None:
+def _close(pools: tuple[ThreadPoolExecutor, ...], files: dict[Path, MappedFile]) -> None:
     # A task holds its loader, so none is left; this may well run in the thread of the last one, which cannot be joined.
-    pool.shutdown(wait=False)
-    for handle in files.values():
-        os.close(handle)
+    for pool in pools:
+        pool.shutdown(wait=False, cancel_futures=True)
+    for file in files.values():
+        file.close()
 
 
-def read_exactly(handle: int, file: Path, into: Tensor, offset: int) -> None:
-    """Fill a uint8 CPU tensor from an open file. Raises CheckpointError if the file ends before."""
-    view = memoryview(into.numpy())
-    while view:
-        got = os.preadv(handle, [view], offset)
-        if got <= 0:
-            raise CheckpointError(f"{file} ended at byte {offset} while it was read; copy it again")
-        view, offset = view[got:], offset + got
+def row_matrix(stored: Stored) -> Tensor:
+    """A stored matrix [V, H] as bytes [V, bytes of a row], mapped from its file: only what is used of it is read."""
+    import torch
+
+    (piece,), count = stored.pieces, stored.shape[0]
+    mapped = torch.from_file(str(piece.file), shared=False, size=piece.offset + piece.nbytes, dtype=torch.uint8)
+    return mapped[piece.offset :].view(count, piece.nbytes // count)
 
 
 def read_rows(stored: Stored, rows: Tensor) -> Tensor:
@@ -137,21 +177,30 @@ def read_rows(stored: Stored, rows: Tensor) -> Tensor:
 
     Raises CheckpointError for a row that is not there.
     """
-    import torch
-
-    (piece,), count = stored.pieces, stored.shape[0]
+    count = stored.shape[0]
     if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < count:
         raise CheckpointError(f"token {int(rows.max())} is outside the target's vocabulary of {count}")
-    mapped = torch.from_file(str(piece.file), shared=False, size=piece.offset + piece.nbytes, dtype=torch.uint8)
-    matrix = mapped[piece.offset :].view(count, piece.nbytes // count)
-    return matrix.index_select(0, rows).view(getattr(torch, _NAMES[stored.dtype]))
+    return row_matrix(stored).index_select(0, rows).view(torch_dtype(stored.dtype))
+
+
+def torch_dtype(name: str) -> Any:
+    """The torch dtype of a safetensors dtype ("BF16", "F16", "F32")."""
+    import torch
+
+    return getattr(torch, _NAMES[name])
 
 
 def _chunks(stored: Stored) -> Iterator[tuple[Path, int, int]]:
-    """(file, offset, bytes) of at most CHUNK bytes each, in order."""
+    """(file, offset, bytes) of at most CHUNK bytes each, in order, cut where a PIECE of the file ends."""
     for piece in stored.pieces:
-        for begin in range(0, piece.nbytes, CHUNK):
-            yield piece.file, piece.offset + begin, min(CHUNK, piece.nbytes - begin)
+        offset, end = piece.offset, piece.offset + piece.nbytes
+        while offset < end:
+            count = min(CHUNK, end - offset)
+            edge = (offset // PIECE + 1) * PIECE - offset
+            if edge < count and edge % _itemsize(stored) == 0:
+                count = edge
+            yield piece.file, offset, count
+            offset += count
 
 
 def _itemsize(stored: Stored) -> int:

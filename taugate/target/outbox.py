@@ -1,18 +1,24 @@
-"""Finished states on their way to the host: copied by a thread of its own, so that the next layer need not wait."""
+"""Finished states on their way to the host, so that the next layer need not wait for them.
+
+On a GPU a state is copied to pinned memory on a stream of its own, with the size of its largest element, by which it is
+known to be finite; threads of their own move it from there to ordinary memory.
+"""
 
 from __future__ import annotations
 
-import threading
+import queue
+import weakref
 from collections import defaultdict
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from taugate.errors import CheckpointError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-_PENDING = 2  # states that may wait for their copy on the GPU at a time
+SLOTS = 6  # states that may be under way at a time; each holds its GPU memory until it has been copied
+_MOVERS = 4  # a new state's pages have to be mapped, which takes a thread longer than the copy over the bus
 
 
 class Outbox:
@@ -23,47 +29,92 @@ class Outbox:
 
         self.cuda = device != "cpu"
         self.stream = torch.cuda.Stream() if self.cuda else None
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="outbox")
-        self._room = threading.Semaphore(_PENDING)
+        self._slots: queue.SimpleQueue[_Slot] = queue.SimpleQueue()
+        for _ in range(SLOTS if self.cuda else 0):
+            self._slots.put(_Slot())
+        self._pool = ThreadPoolExecutor(_MOVERS, thread_name_prefix="outbox")
         self._states: dict[int, dict[str, Future[Tensor]]] = defaultdict(dict)
+        weakref.finalize(self, self._pool.shutdown, wait=False)
 
-    def __enter__(self) -> Outbox:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._pool.shutdown(wait=True, cancel_futures=True)
+    def clear(self) -> None:
+        """Forget the states of a pass that was given up."""
+        self._states.clear()
 
     def put(self, index: int, name: str, state: Tensor) -> None:
         """Copy a state that the current stream is about to finish; it must not be overwritten afterwards."""
         import torch
 
-        ready = torch.cuda.current_stream().record_event() if self.cuda else None
-        self._room.acquire()
-        self._states[index][name] = self._pool.submit(self._copy, name, state[0], ready)
+        if self.stream is None:
+            done: Future[Tensor] = Future()
+            done.set_result(finite(name, state[0]).to(torch.bfloat16, copy=True).contiguous())
+            self._states[index][name] = done
+            return
+        slot = self._slots.get()
+        self.stream.wait_event(torch.cuda.current_stream().record_event())
+        state.record_stream(self.stream)
+        with torch.cuda.stream(self.stream):
+            slot.fill(state[0])
+        self._states[index][name] = self._pool.submit(self._move, name, slot)
 
     def take(self, index: int) -> dict[str, Tensor]:
         """The states of a sequence by name. Raises CheckpointError for one that is not finite."""
         return {name: state.result() for name, state in self._states.pop(index).items()}
 
-    def _copy(self, name: str, state: Tensor, ready: Any) -> Tensor:
+    def _move(self, name: str, slot: _Slot) -> Tensor:
+        try:
+            return slot.emptied(name)
+        finally:
+            self._slots.put(slot)
+
+
+class _Slot:
+    """Pinned memory for one state and its largest element; it grows to the largest state."""
+
+    def __init__(self) -> None:
         import torch
 
-        try:
-            with torch.inference_mode():
-                if self.stream is None:
-                    return finite(name, state).to(torch.bfloat16, copy=True).contiguous()
-                with torch.cuda.stream(self.stream):
-                    self.stream.wait_event(ready)
-                    return finite(name, state).to(torch.bfloat16).to("cpu").contiguous()
-        finally:
-            self._room.release()
+        self._memory = torch.empty(0, dtype=torch.bfloat16)
+        self._peak = torch.empty((), dtype=torch.float32, pin_memory=True)
+        self._there = torch.cuda.Event(blocking=True)
+        self._state = self._memory
+
+    def fill(self, state: Tensor) -> None:
+        """Begin to copy a state [S, H] on the current stream."""
+        import torch
+
+        if self._memory.numel() < state.numel():
+            self._memory = torch.empty(state.numel(), dtype=torch.bfloat16, pin_memory=True)
+        self._state = self._memory[: state.numel()].view(state.shape)
+        self._state.copy_(state.to(torch.bfloat16), non_blocking=True)
+        self._peak.copy_(_peak(state).float(), non_blocking=True)
+        self._there.record()
+
+    def emptied(self, name: str) -> Tensor:
+        """The state in memory of its own. Raises CheckpointError if it is not finite."""
+        import numpy
+        import torch
+
+        self._there.synchronize()
+        if not self._peak.isfinite():
+            raise _not_finite(name, len(self._state))
+        # numpy asks for huge pages where a large array may have them: mapping small ones takes longer than the copy.
+        memory = torch.from_numpy(numpy.empty(self._state.numel(), numpy.int16)).view(torch.bfloat16)
+        return memory.view(self._state.shape).copy_(self._state)
 
 
 def finite(name: str, state: Tensor) -> Tensor:
     """The state itself. Raises CheckpointError if it holds infinities or NaNs."""
+    if not _peak(state).isfinite():
+        raise _not_finite(name, len(state))
+    return state
+
+
+def _peak(state: Tensor) -> Tensor:
+    """The largest absolute value, NaN if there is one: a reduction that needs no memory."""
     import torch
 
-    # A reduction that needs no memory; NaN goes through it.
-    if not torch.linalg.vector_norm(state, float("inf")).isfinite():
-        raise CheckpointError(f"{name} of a sequence of {len(state)} tokens is not finite; nothing was kept")
-    return state
+    return torch.linalg.vector_norm(state, float("inf"))
+
+
+def _not_finite(name: str, tokens: int) -> CheckpointError:
+    return CheckpointError(f"{name} of a sequence of {tokens} tokens is not finite; nothing was kept")

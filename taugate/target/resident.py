@@ -145,7 +145,7 @@ class Resident:
         """transformers loads everything in one precision; what the checkpoint keeps in fp32 is read again."""
         import torch
 
-        loader = Loader("cpu", readers=1)
+        loader = Loader("cpu")
         for layer, module in enumerate(self.model.layers):
             own = self.layout.layer_tensors(layer)
             keep = {key: own[key] for key in own if f"layers.{layer}.{key}" in self.layout.fp32_keys}

@@ -8,16 +8,17 @@ the GPU, or in pinned host memory where the ceiling leaves no room. On a CPU the
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from taugate.target import memory
+from taugate.target.embedding import Embedding
 from taugate.target.graphs import Graphs
 from taugate.target.kernels import enter_layer
 from taugate.target.lanes import Lanes
-from taugate.target.loading import Loader, Loading, aligned_bytes, read_rows, views
-from taugate.target.outbox import Outbox
+from taugate.target.loading import Loader, Loading, aligned_bytes, views
+from taugate.target.outbox import SLOTS, Outbox
 from taugate.target.progress import LayerDone, SequenceDone
 from taugate.target.segments import new_cache, segments
 from taugate.target.skeleton import Skeleton, empty, fill, forward_dtypes
@@ -45,16 +46,24 @@ class Streamed:
         self._sizes = [aligned_bytes(t, d) for t, d in zip(self._tensors, self._dtypes, strict=True)]
         self._loader = Loader(device)
         self._context = memory.context_bytes() if device != "cpu" else 0
+        stored = sum(tensor.nbytes for tensors in self._tensors for tensor in tensors.values())
+        if device != "cpu" and stored < HOST_SHARE * memory.host_bytes():
+            # From the last layer on: a pass that has begun meets what is pinned half way.
+            self._loader.pin(reversed(self._tensors))
+        self._embedding = Embedding(layout.tensors["embed_tokens.weight"], dtype, device)
+        self._outbox = Outbox(device)
         self._buffers: list[Tensor] = []
         self._lanes: Lanes | None = None
 
     def facts(self) -> dict[str, Any]:
         """The plan of memory in MiB, and how many CUDA graphs were recorded."""
         graphs = {"graphs": self._lanes.facts()} if self._lanes and self.plan else {}
-        return {"name": "streamed", **({"plan": self.plan.to_json()} if self.plan else {}), **graphs}
+        plan = {"plan": self.plan.to_json(), "files": self._loader.facts()} if self.plan else {}
+        return {"name": "streamed", **plan, **graphs}
 
     def states(self, sequences: Sequence[Sequence[int]]) -> Iterator[LayerDone | SequenceDone]:
         """Raises GpuMemoryError before anything is loaded, CheckpointError for a state that is not finite."""
+        self._embedding.check(sequences)
         for group in self._groups(sequences):
             yield from self._pass([sequences[index] for index in group], group)
 
@@ -94,7 +103,7 @@ class Streamed:
             memory.scratch_bytes(config, piece, itemsize, self.path, past),
             sum(map(len, sequences)) * state,
             # In and out of a layer, their pieces or the fixed places of a graph, and what is in the outbox.
-            5 * longest * state,
+            (4 + SLOTS) * longest * state,
             reason,
         )
         torch.cuda.set_per_process_memory_fraction(min(1.0, (limit - context - memory.LAZY_KERNELS) / total))
@@ -108,22 +117,22 @@ class Streamed:
         count = min(self.plan.buffers if self.plan else 2, depth)
         buffers, lanes = self._places(count)
         fresh = [torch.cuda.current_stream().record_event()] if lanes.streams else []
-        with Outbox(self.device) as outbox:
-            under_way = {layer: self._start(layer, buffers[layer], fresh) for layer in range(count)}
-            waiting = self._waiting(sequences, lanes)
-            for layer in range(depth):
-                loading, weights = under_way.pop(layer)
-                lanes.wait(loading.arrive())
-                self._layer(layer, weights, waiting, indices, outbox, lanes)
-                if layer + count < depth:
-                    under_way[layer + count] = self._start(layer + count, buffers[layer % count], lanes.events())
-                spent = time.monotonic() - begun
-                left = spent / (layer + 1) * (depth - layer - 1)
-                yield LayerDone(layer, depth, len(sequences), self._sizes[layer], round(left, 1))
-            if self.final:
-                self._norm(waiting, indices, outbox, lanes)
-            for index in indices:
-                yield SequenceDone(index, outbox.take(index))
+        under_way = {layer: self._start(layer, buffers[layer], fresh) for layer in range(count)}
+        waiting = self._waiting(sequences, lanes)
+        self._outbox.clear()
+        for layer in range(depth):
+            loading, weights = under_way.pop(layer)
+            lanes.wait(loading.arrive())
+            self._layer(layer, weights, waiting, indices, lanes)
+            if layer + count < depth:
+                under_way[layer + count] = self._start(layer + count, buffers[layer % count], lanes.events())
+            spent = time.monotonic() - begun
+            left = spent / (layer + 1) * (depth - layer - 1)
+            yield LayerDone(layer, depth, len(sequences), self._sizes[layer], round(left, 1))
+        if self.final:
+            self._norm(waiting, indices, lanes)
+        for index in indices:
+            yield SequenceDone(index, self._outbox.take(index))
 
     def _places(self, count: int) -> tuple[list[Tensor], Lanes]:
         """Layer buffers and lanes. They outlast a pass, since the modules of its last layers are views of them."""
@@ -140,11 +149,12 @@ class Streamed:
         return self._buffers, self._lanes
 
     def _waiting(self, sequences: list[Sequence[int]], lanes: Lanes) -> Waiting:
-        """The embedded prompts, and everything that their layers are called with, before the lanes part."""
+        """The prompts, and everything that their layers are called with, before the lanes part."""
         import torch
 
+        where = self.plan.waiting if self.plan else "host"
         with torch.inference_mode():
-            waiting = Waiting(self._embedded(sequences), self.device, self.plan.waiting if self.plan else "host")
+            waiting = Waiting(lambda place: self._embedding(sequences[place]), len(sequences), self.device, where)
             for ids in sequences:
                 self._calls(len(ids))
         if lanes.streams:
@@ -161,7 +171,7 @@ class Streamed:
         return [(begin, end, self.skeleton.calls(begin, end, len(pieces) > 1)) for begin, end in pieces]
 
     def _layer(
-        self, layer: int, weights: dict[str, Tensor], waiting: Waiting, indices: list[int], outbox: Outbox, lanes: Lanes
+        self, layer: int, weights: dict[str, Tensor], waiting: Waiting, indices: list[int], lanes: Lanes
     ) -> None:
         """All waiting prompts through one layer."""
         import torch
@@ -173,7 +183,7 @@ class Streamed:
             with torch.inference_mode(), lanes.of(place):
                 out = self._run(layer, module, waiting.take(place), lanes.graphs_of(place))
                 if layer in self.taps:
-                    outbox.put(index, tap_name(layer), out)
+                    self._outbox.put(index, tap_name(layer), out)
                 waiting.put(place, out)
 
     def _run(self, layer: int, module: Any, hidden: Tensor, graphs: Graphs | None) -> Tensor:
@@ -199,7 +209,7 @@ class Streamed:
             out.append(done[0] if isinstance(done, tuple) else done)
         return out[0] if len(out) == 1 else torch.cat(out, dim=1)
 
-    def _norm(self, waiting: Waiting, indices: list[int], outbox: Outbox, lanes: Lanes) -> None:
+    def _norm(self, waiting: Waiting, indices: list[int], lanes: Lanes) -> None:
         """The final norm over every prompt."""
         import torch
 
@@ -211,32 +221,32 @@ class Streamed:
             with torch.inference_mode(), lanes.of(place):
                 hidden = waiting.take(place)
                 normed = [self.skeleton.norm(hidden[:, begin:end]) for begin, end in segments(hidden.shape[1])]
-                outbox.put(index, FINAL_HIDDEN, torch.cat(normed, dim=1))
-
-    def _embedded(self, sequences: list[Sequence[int]]) -> list[Tensor]:
-        """Embedding rows [1, S, H] of each sequence on the CPU; the table never goes to the GPU."""
-        import torch
-
-        table = self.skeleton.layout.tensors["embed_tokens.weight"]
-        rows = read_rows(table, torch.tensor([token for ids in sequences for token in ids], dtype=torch.long))
-        return [part[None].to(self.skeleton.dtype) for part in rows.split([len(ids) for ids in sequences])]
+                self._outbox.put(index, FINAL_HIDDEN, torch.cat(normed, dim=1))
 
 
 class Waiting:
-    """Hidden states [1, S, H] of the prompts between two layers. where: "gpu", or "host" for pinned memory."""
+    """Hidden states [1, S, H] of `count` prompts between two layers; before the first they are embedded.
 
-    def __init__(self, hidden: list[Tensor], device: str, where: str) -> None:
+    where: "gpu", or "host" for pinned memory.
+    """
+
+    def __init__(self, embedded: Callable[[int], Tensor], count: int, device: str, where: str) -> None:
         self.device, self.moves = device, device != "cpu" and where == "host"
-        if self.moves:
-            self.hidden = [state.pin_memory() for state in hidden]
-        else:
-            self.hidden = [state.to(device, non_blocking=True) for state in hidden]
+        self._embedded = embedded
+        self.hidden: list[Tensor | None] = [None] * count
 
     def take(self, place: int) -> Tensor:
-        return self.hidden[place].to(self.device, non_blocking=True) if self.moves else self.hidden[place]
+        """The states of the prompt at `place`, on the device in the current stream."""
+        hidden = self.hidden[place]
+        if hidden is None:
+            return self._embedded(place)
+        return hidden.to(self.device, non_blocking=True) if self.moves else hidden
 
     def put(self, place: int, state: Tensor) -> None:
-        if self.moves:
-            self.hidden[place].copy_(state, non_blocking=True)
-        else:
+        """Keep the states that the current stream is about to finish."""
+        if not self.moves:
             self.hidden[place] = state
+            return
+        if self.hidden[place] is None:
+            self.hidden[place] = state.new_empty(state.shape, device="cpu", pin_memory=True)
+        self.hidden[place].copy_(state, non_blocking=True)

@@ -23,6 +23,7 @@ from taugate.errors import GpuMemoryError, TaugateError
 from taugate.target import memory
 from taugate.target.capture import pick_device
 from taugate.target.compilations import counted_compilations, share_autotuning
+from taugate.target.fused import Fused, fused_modules
 from taugate.target.kernels import kernel_path
 from taugate.target.segments import cache_argument, new_cache, segments
 
@@ -43,6 +44,8 @@ def warm_up(spec: dict[str, Any]) -> dict[str, Any]:
         return {"event": "done", "skipped": f"kernel path {path} on {device} compiles nothing", "compiled": 0}
     import torch
 
+    from taugate.target.skeleton import text_model_config
+
     share_autotuning()
     begun = time.monotonic()
     config = small_config(Path(spec["model_path"]))
@@ -52,8 +55,13 @@ def warm_up(spec: dict[str, Any]) -> dict[str, Any]:
     longest = max((end - begin for cut in pieces for begin, end in cut), default=0)
     needed = _TIMING + memory.WORKSPACE + memory.scratch_bytes(config, longest, 2, path)
     _require_free(needed)
-    with counted_compilations(True) as count, kernel_path(path, config.model_type, device) as ran:
+    with (
+        counted_compilations(True) as count,
+        kernel_path(path, config.model_type, device) as ran,
+        fused_modules(Fused(), config.model_type),
+    ):
         model = _model(config, getattr(torch, spec["dtype"]), device)
+        _run_norms(model, text_model_config(Path(spec["model_path"])).hidden_size)
         for cut in sorted(pieces, key=len):
             _run(model, config, cut)
         torch.cuda.synchronize()
@@ -105,6 +113,19 @@ def _run(model: Any, config: Any, cut: tuple[tuple[int, int], ...]) -> None:
         for begin, end in cut:
             hidden = torch.randn(1, end - begin, config.hidden_size, device=model.device, dtype=model.dtype)
             model(inputs_embeds=hidden, use_cache=cache is not None, **given)
+
+
+def _run_norms(model: Any, hidden_size: int) -> None:
+    """Norms that the narrow model lacks: of the target's own width, and gated ones that are stored in fp32."""
+    import torch
+
+    norm = type(model.norm)(hidden_size).to(model.device, model.dtype)
+    gated = model.layers[0].linear_attn.norm
+    gated = type(gated)(gated.weight.numel()).to(model.device)
+    with torch.inference_mode():
+        norm(torch.randn(1, 64, hidden_size, device=model.device, dtype=model.dtype))
+        heads = torch.randn(64, gated.weight.numel(), device=model.device, dtype=model.dtype)
+        gated(heads, heads)
 
 
 def _require_free(needed: int) -> None:

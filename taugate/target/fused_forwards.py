@@ -1,0 +1,192 @@
+"""What stands in for the forwards of a hybrid family's modules, and when; `fused` checks each against its own.
+
+Two products of the same input whose weights lie one after the other are one product: its tiles fill the GPU better. An
+element of the result is the same sum in the same order, and `fused` sees to it that it is the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from taugate.target import fused_kernels as kernels
+from taugate.target.fused import Fused
+from taugate.target.kernels import CONVOLUTION, DELTA_RULE, count_call
+
+Forward = Callable[..., Any]
+_ROTARY = "apply_rotary_pos_emb"
+
+
+def wrappers(fused: Fused, module: Any) -> Iterator[tuple[Any, str, Callable[[Forward], Forward]]]:
+    """(owner, attribute, wrapper of what is there) of everything in the modeling module that `fused` can serve."""
+    if hasattr(module, CONVOLUTION[0]):
+        yield module, CONVOLUTION[0], lambda own: _convolution(fused, own)
+    if hasattr(module, _ROTARY):
+        yield module, _ROTARY, lambda own: _rotary(fused, own)
+    by_ending = {
+        "RMSNorm": _norm, "RMSNormGated": _gated_norm, "MLP": _mlp,
+        "GatedDeltaNet": lambda fused, own: _delta_net(fused, own, module),
+    }  # fmt: skip
+    for name, cls in list(vars(module).items()):
+        for ending, wrapper in by_ending.items():
+            if isinstance(cls, type) and name.endswith(ending) and "Vision" not in name and "forward" in vars(cls):
+                yield cls, "forward", lambda own, wrapper=wrapper: wrapper(fused, own)
+
+
+def _norm(fused: Fused, own: Forward) -> Forward:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        if not _rows_fit(x):
+            return own(self, x)
+        key = (tuple(x.shape), x.stride(), self.weight.dtype)
+        return fused.call(
+            "norm", key, lambda way: kernels.rms_norm(x, self.weight, self.eps, way), lambda: own(self, x),
+            kernels.ORDERS,
+        )  # fmt: skip
+
+    return forward
+
+
+def _gated_norm(fused: Fused, own: Forward) -> Forward:
+    def forward(self: Any, hidden_states: Tensor, gate: Tensor) -> Tensor:
+        x = hidden_states
+        if not (_rows_fit(x) and _fits(x) and _fits(gate) and gate.shape == x.shape):
+            return own(self, x, gate)
+        key = (tuple(x.shape), self.weight.dtype)
+        return fused.call(
+            "gated norm", key, lambda way: kernels.rms_norm(x, self.weight, self.variance_epsilon, way, gate),
+            lambda: own(self, x, gate), kernels.ORDERS,
+        )  # fmt: skip
+
+    return forward
+
+
+def _mlp(fused: Fused, own: Forward) -> Forward:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        gate, up = self.gate_proj, self.up_proj
+        if not _fits(x) or gate.out_features % 16 or gate.bias is not None or up.bias is not None:
+            return own(self, x)
+        joined = _joined(gate.weight, up.weight)
+
+        def there(_: None) -> Tensor:
+            both = (gate(x), up(x)) if joined is None else linear(x, joined).chunk(2, dim=-1)
+            return self.down_proj(kernels.silu_product(*both))
+
+        key = (tuple(x.shape), gate.out_features, joined is not None)
+        return fused.call("MLP", key, there, lambda: own(self, x), (None,))
+
+    return forward
+
+
+def _convolution(fused: Fused, own: Forward) -> Forward:
+    def convolution(x: Tensor, weight: Tensor, bias: Any = None, activation: str | None = None, **given: Any) -> Tensor:
+        def there(_: None) -> Tensor:
+            count_call(CONVOLUTION[0], kernels.__name__)
+            return kernels.convolution(x[0].T.contiguous(), weight)[2].T[None]
+
+        packed = given.get("seq_idx") is not None or given.get("cu_seqlens") is not None
+        plain = bias is None and activation == "silu" and not packed and x.shape[0] == 1 and x.shape[1] % 16 == 0
+        if not (plain and _on_gpu(x) and _fits(weight)):
+            return own(x, weight, bias, activation=activation, **given)
+        key = (tuple(x.shape), x.stride(), tuple(weight.shape))
+        return fused.call(
+            "convolution", key, there, lambda: own(x, weight, bias, activation=activation, **given), (None,)
+        )
+
+    return convolution
+
+
+def _rotary(fused: Fused, own: Forward) -> Forward:
+    def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **given: Any) -> tuple[Tensor, Tensor]:
+        spaced = all(_on_gpu(x) and x.stride(-1) == 1 and not x.stride(1) % 16 and not x.stride(2) % 16 for x in (q, k))
+        usual = not args and not given and q.shape[0] == 1 and q.shape[-1].bit_count() == 1
+        if not (usual and spaced and _fits(cos) and _fits(sin) and cos.shape == sin.shape):
+            return own(q, k, cos, sin, *args, **given)
+        key = (tuple(q.shape), tuple(k.shape), q.stride(), k.stride(), tuple(cos.shape))
+        return fused.call(
+            "rotary", key, lambda _: (kernels.rotary(q, cos, sin), kernels.rotary(k, cos, sin)),
+            lambda: own(q, k, cos, sin), (None,),
+        )  # fmt: skip
+
+    return rotary
+
+
+def _delta_net(fused: Fused, own: Forward, module: Any) -> Forward:
+    """A prompt at once, without a cache and without pads; anything else takes the layer's own forward."""
+
+    def forward(self: Any, hidden_states: Tensor, *args: Any, **given: Any) -> Tensor:
+        x = hidden_states
+        states = [*args, *(given.get(name) for name in ("cache", "cache_params", "attention_mask", "cu_seq_lens_q"))]
+        whole = not any(state is not None for state in states) and x.shape[0] == 1
+        if not (whole and _fits(x) and x.shape[1] >= kernels.FEWEST_ROWS and _layer_fits(self)):
+            return own(self, x, *args, **given)
+        joined = _joined(self.in_proj_qkv.weight, self.in_proj_z.weight)
+
+        def there(way: Any) -> Tensor:
+            if joined is None:
+                mixed, z = self.in_proj_qkv(x)[0], self.in_proj_z(x)[0]
+            else:
+                mixed, z = linear(x, joined)[0].split([self.conv_dim, self.value_dim], dim=-1)
+            count_call(CONVOLUTION[0], kernels.__name__)
+            q, k, v = kernels.convolution(mixed, self.conv1d.weight.squeeze(1), self.key_dim)
+            decay, beta = kernels.gates(self.in_proj_a(x), self.in_proj_b(x), self.A_log, self.dt_bias)
+            out, _ = getattr(module, DELTA_RULE[0])(
+                q.view(1, len(q), -1, self.head_k_dim), k.view(1, len(k), -1, self.head_k_dim),
+                v.view(1, len(v), -1, self.head_v_dim), g=decay, beta=beta, initial_state=None,
+                output_final_state=False, use_qk_l2norm_in_kernel=True, cu_seqlens=None, **given,
+            )  # fmt: skip
+            rows = out.reshape(-1, self.head_v_dim)
+            normed = kernels.rms_norm(rows, self.norm.weight, self.norm.variance_epsilon, way, z)
+            return self.out_proj(normed.view(1, x.shape[1], -1))
+
+        key = (tuple(x.shape), self.conv_dim, self.value_dim, self.A_log.dtype, self.norm.weight.dtype, joined is None)
+        return fused.call("gated delta net", key, there, lambda: own(self, x, *args, **given), kernels.ORDERS)
+
+    return forward
+
+
+def _layer_fits(layer: Any) -> bool:
+    products = [getattr(layer, f"in_proj_{name}", None) for name in ("qkv", "z", "a", "b")]
+    return (
+        all(product is not None and product.bias is None for product in products)
+        and layer.conv1d.bias is None
+        and layer.activation == "silu"
+        and layer.key_dim % 128 == layer.value_dim % 16 == layer.head_v_dim % 128 == 0
+    )
+
+
+def _joined(first: Tensor, second: Tensor) -> Tensor | None:
+    """Two weights [N, K] and [M, K] as one [N + M, K] where the second lies behind the first in one buffer."""
+    if not (
+        first.is_contiguous()
+        and second.is_contiguous()
+        and first.dtype == second.dtype
+        and first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
+        and second.data_ptr() == first.data_ptr() + first.nbytes
+    ):
+        return None
+    return torch.as_strided(first, (len(first) + len(second), first.shape[1]), first.stride())
+
+
+def _on_gpu(x: Tensor) -> bool:
+    return x.is_cuda and x.dtype == torch.bfloat16
+
+
+def _fits(x: Tensor) -> bool:
+    return _on_gpu(x) and x.is_contiguous()
+
+
+def _rows_fit(x: Tensor) -> bool:
+    """Whether the last dimension is whole groups of 128, and its rows are many and evenly spaced by multiples of 16."""
+    width = x.shape[-1]
+    if not (_on_gpu(x) and x.dim() >= 2 and x.stride(-1) == 1 and width % 128 == 0 and x.stride(-2) % 16 == 0):
+        return False
+    expected = x.stride(-2)
+    for size, stride in zip(reversed(x.shape[:-1]), reversed(x.stride()[:-1]), strict=True):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return x.numel() // width >= kernels.FEWEST_ROWS
