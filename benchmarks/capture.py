@@ -174,7 +174,7 @@ class Bench:
         wall = min(walls[1:] or walls)
         found = {
             "wall_s": wall, "first_s": walls[0], "setup_s": done["setup_s"], "plan": facts.get("plan"),
-            "graphs": facts.get("graphs"),
+            "graphs": facts.get("graphs"), "files": facts.get("files"), "fused": facts.get("fused"),
             "process_mib": done.get("process_mib"), "reserved_mib": done["peak_reserved_mib"],
             "allocated_mib": done["peak_allocated_mib"], "compiled": facts["compilations"]["compiled"],
             "states": done["states"][str(prompts)],
