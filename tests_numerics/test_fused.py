@@ -94,7 +94,7 @@ gate, up = torch.randn(1, 9, 2 * 1040).bfloat16().chunk(2, -1)
 want = (silu(gate).bfloat16().float() * up.float()).bfloat16()
 compare("silu product", kernels.silu_product(gate, up), want)
 
-for tokens in (1, 3, 16, 32, 70):
+for tokens in (16, 17, 31, 32, 70):
     x, weight = torch.randn(tokens, 656).bfloat16()[:, :592], torch.randn(592, 4).bfloat16()
     padded, total = torch.cat([torch.zeros(3, 592), x.float()]), torch.zeros(tokens, 592)
     for tap in range(4):
@@ -178,15 +178,15 @@ def test_the_way_that_equals_the_module_is_found_and_used_alone(recording):
 
     fused, module, x = Fused(), Module(3, 2, 1, 0), torch.arange(4.0)
     assert torch.equal(module.call(fused, x), x + 1)
-    assert module.ran == ["own", 3, 2, 1]
+    assert module.ran == ["own", 3, 2, 1, 1], "what equals is tried once more"
     assert torch.equal(module.call(fused, 2 * x), 2 * x + 1)
-    assert module.ran == ["own", 3, 2, 1, 1], "the module itself is not needed again"
+    assert module.ran == ["own", 3, 2, 1, 1, 1], "the module itself is not needed again"
     assert torch.equal(module.call(fused, x[:2]), x[:2] + 1)
-    assert module.ran[5:] == ["own", 3, 2, 1], "another shape has to prove itself"
+    assert module.ran[6:] == ["own", 3, 2, 1, 1], "another shape has to prove itself"
     assert fused.facts() == {"used": ["norm"]}
 
 
-def test_at_the_first_difference_a_kind_is_given_up_for_good(recording):
+def test_at_a_difference_a_shape_is_given_up_for_good(recording):
     import torch
 
     fused, module, x = Fused(), Module(1), torch.arange(4.0)
@@ -194,12 +194,18 @@ def test_at_the_first_difference_a_kind_is_given_up_for_good(recording):
     module.ways = (2, 3)
     for _ in range(2):
         assert torch.equal(module.call(fused, x[:3]), x[:3] + 1)
-    assert module.ran == ["own", 1, "own", 2, 3, "own"]
+    assert module.ran == ["own", 1, 1, "own", 2, 3, "own"]
     assert torch.equal(module.call(fused, x), x + 1)
-    assert module.ran[-1] == "own", "not even for what had proved equal"
-    other = Module(1)
-    other.call(fused, x, "MLP")
-    assert fused.facts() == {"used": ["MLP"], "refused": {"norm": "differed from the module's own bits for (3,)"}}
+    assert module.ran[-1] == 1, "what had proved equal stays in use"
+    assert fused.facts() == {"used": ["norm"], "refused": {"norm": "other bits for 1 shapes, first (3,)"}}
+
+
+def test_what_is_not_repeatable_does_not_pass_by_luck(recording):
+    import torch
+
+    fused, x, results = Fused(), torch.arange(4.0), iter([1, 2])
+    fused.call("norm", 4, lambda _: x + next(results), lambda: x + 1, (None,))
+    assert fused.facts()["refused"].keys() == {"norm"} and not fused.facts()["used"]
 
 
 def test_nothing_unproved_is_used_while_a_graph_is_recorded(recording):
@@ -214,7 +220,7 @@ def test_nothing_unproved_is_used_while_a_graph_is_recorded(recording):
     module.call(fused, x)
     recording["now"] = True
     module.call(fused, x)
-    assert module.ran == ["own", "own", "own", 1, 1]
+    assert module.ran == ["own", "own", "own", 1, 1, 1]
 
 
 def test_every_tensor_of_a_result_has_to_be_equal_and_laid_out_alike(recording):
@@ -245,7 +251,6 @@ def test_whatever_is_called_the_result_is_the_modules(calls, right):
             x = torch.randn(size)
             module = Module(*right.get((kind, size), (1,)))
             assert torch.equal(module.call(fused, x, kind), x + 1)
-        assert not set(fused.facts()["used"]) & fused.facts().get("refused", {}).keys()
 
 
 FAMILIES = ("qwen3_5_text", "qwen3_5_moe", "qwen3_next")

@@ -23,7 +23,7 @@ ENGINES = ("auto", "resident", "streamed")
 # What decides the numbers of a state. A change here makes old states unusable, which is the point.
 _DECIDING = """
 embedding fused fused_forwards fused_kernels graphs implementations kernels lanes layout loading pages resident segments
-shards skeleton streamed
+shards skeleton streamed waiting
 """
 CODE = tuple(f"target/{name}.py" for name in _DECIDING.split())
 
@@ -147,12 +147,19 @@ def _caps(limit: int | None) -> list[int]:
 
 
 def _hold_allocator() -> None:
-    """Let torch's allocator grow its segments in place, so that what it holds is what is used; lift an old limit."""
+    """Let torch's allocator grow its segments in place, so that what it holds is what is used; lift an old limit, and
+    free what an earlier capture of this process left to the garbage collector.
+    """
+    import gc
+
     import torch
+
+    gc.collect()
 
     if not torch.cuda.is_initialized():
         settings = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
         (settings or torch.cuda.memory._set_allocator_settings)("expandable_segments:True")
+    torch.cuda.empty_cache()
     torch.cuda.set_per_process_memory_fraction(1.0)
 
 

@@ -2,59 +2,63 @@
 
 At 1,024 tokens of a 27B target the launches between the matrix products take as long as two thirds of the products.
 The fused kernels stand in for them only where they have proved equal: the first call of each kind and shape computes
-both and compares them bit for bit; at the first difference the kind is given up for good and the model's own module
-runs. So a state never depends on them, and both engines use them alike.
+both, the fused one twice, and compares them bit for bit; at a difference the shape is given up for good and the model's
+own module runs. So a state never depends on them, and both engines use them alike.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from taugate.target.kernels import modeling_module
 
 Result = TypeVar("Result")  # a tensor, or a tuple of tensors
+_TRIALS = 2  # a kernel that is not repeatable must not pass by luck
 
 
 class Fused:
     """Which kinds ("norm", "convolution", …) have proved equal, for which calls."""
 
     def __init__(self) -> None:
-        self.refused: dict[str, str] = {}
         self._equal: dict[tuple[str, Hashable], Any] = {}
-        self._kinds: set[str] = set()
+        self._refused: dict[tuple[str, Hashable], None] = {}
 
     def facts(self) -> dict[str, Any]:
-        """The kinds in use, and why others are not."""
-        used = {"used": sorted(self._kinds - self.refused.keys())}
-        return {**used, "refused": self.refused} if self.refused else used
+        """The kinds in use; and of those that were refused, for how many shapes, and the first of them."""
+        used = {"used": sorted({kind for kind, _ in self._equal})}
+        shapes: dict[str, list[Hashable]] = {}
+        for kind, key in self._refused:
+            shapes.setdefault(kind, []).append(key)
+        refused = {kind: f"other bits for {len(keys)} shapes, first {keys[0]}" for kind, keys in shapes.items()}
+        return {**used, "refused": refused} if refused else used
 
     def call(
-        self, kind: str, key: Hashable, fused: Callable[[Any], Result], own: Callable[[], Result], ways: tuple[Any, ...]
+        self, kind: str, key: Hashable, fused: Callable[[Any], Result], own: Callable[[], Result], ways: Sequence[Any]
     ) -> Result:
         """fused(way) with the one of `ways` that equals own(), else own() itself."""
         import torch
 
-        if kind in self.refused:
-            return own()
         if (kind, key) in self._equal:
             return fused(self._equal[kind, key])
         expected = own()
-        if torch.cuda.is_current_stream_capturing():  # nothing can be compared while a graph is recorded
+        # Nothing can be compared while a graph is recorded.
+        if (kind, key) in self._refused or torch.cuda.is_current_stream_capturing():
             return expected
         for way in ways:
-            if _same(fused(way), expected):
+            if all(_same(fused(way), expected) for _ in range(_TRIALS)):
                 self._equal[kind, key] = way
-                self._kinds.add(kind)
                 return expected
-        self.refused[kind] = f"differed from the module's own bits for {key}"
+        self._refused[kind, key] = None
         return expected
 
 
 def _same(some: Any, others: Any) -> bool:
-    """The same bits; several tensors, which are for attention, also in the same layout, since it chooses by that."""
+    """The same bits, but for a zero's sign; several tensors, which are for attention, also in the same layout, since it
+    chooses by that.
+    """
     import torch
 
     if isinstance(some, tuple):

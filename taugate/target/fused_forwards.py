@@ -19,6 +19,9 @@ from taugate.target.kernels import CONVOLUTION, DELTA_RULE, count_call
 
 Forward = Callable[..., Any]
 _ROTARY = "apply_rotary_pos_emb"
+_STATES = ("cache", "cache_params", "attention_mask", "cu_seq_lens_q")
+# Of the gated delta net: order of sums, whether the wide products are joined, and whether the narrow ones are.
+_WAYS = [(order, *joined) for joined in ((True, True), (True, False), (False, False)) for order in kernels.ORDERS]
 
 
 def wrappers(fused: Fused, module: Any) -> Iterator[tuple[Any, str, Callable[[Forward], Forward]]]:
@@ -69,14 +72,12 @@ def _mlp(fused: Fused, own: Forward) -> Forward:
         gate, up = self.gate_proj, self.up_proj
         if not _fits(x) or gate.out_features % 16 or gate.bias is not None or up.bias is not None:
             return own(self, x)
-        joined = _joined(gate.weight, up.weight)
 
-        def there(_: None) -> Tensor:
-            both = (gate(x), up(x)) if joined is None else linear(x, joined).chunk(2, dim=-1)
-            return self.down_proj(kernels.silu_product(*both))
+        def there(join: bool) -> Tensor:
+            return self.down_proj(kernels.silu_product(*_products(x, (gate, up), join)))
 
-        key = (tuple(x.shape), gate.out_features, joined is not None)
-        return fused.call("MLP", key, there, lambda: own(self, x), (None,))
+        key = (tuple(x.shape), gate.out_features)
+        return fused.call("MLP", key, there, lambda: own(self, x), (True, False))
 
     return forward
 
@@ -89,7 +90,8 @@ def _convolution(fused: Fused, own: Forward) -> Forward:
 
         packed = given.get("seq_idx") is not None or given.get("cu_seqlens") is not None
         plain = bias is None and activation == "silu" and not packed and x.shape[0] == 1 and x.shape[1] % 16 == 0
-        if not (plain and _on_gpu(x) and _fits(weight)):
+        plain = plain and x.shape[2] >= kernels.FEWEST_ROWS
+        if not (plain and _on_gpu(x) and _fits(weight) and weight.shape[1] == 4):
             return own(x, weight, bias, activation=activation, **given)
         key = (tuple(x.shape), x.stride(), tuple(weight.shape))
         return fused.call(
@@ -119,31 +121,30 @@ def _delta_net(fused: Fused, own: Forward, module: Any) -> Forward:
 
     def forward(self: Any, hidden_states: Tensor, *args: Any, **given: Any) -> Tensor:
         x = hidden_states
-        states = [*args, *(given.get(name) for name in ("cache", "cache_params", "attention_mask", "cu_seq_lens_q"))]
+        rest = {name: value for name, value in given.items() if name not in _STATES}
+        states = [*args, *(given.get(name) for name in _STATES)]
         whole = not any(state is not None for state in states) and x.shape[0] == 1
         if not (whole and _fits(x) and x.shape[1] >= kernels.FEWEST_ROWS and _layer_fits(self)):
             return own(self, x, *args, **given)
-        joined = _joined(self.in_proj_qkv.weight, self.in_proj_z.weight)
 
-        def there(way: Any) -> Tensor:
-            if joined is None:
-                mixed, z = self.in_proj_qkv(x)[0], self.in_proj_z(x)[0]
-            else:
-                mixed, z = linear(x, joined)[0].split([self.conv_dim, self.value_dim], dim=-1)
+        def there(way: tuple[kernels.Order, bool, bool]) -> Tensor:
+            order, join, join_gates = way
+            mixed, z = _products(x, (self.in_proj_qkv, self.in_proj_z), join)
+            a, b = _products(x, (self.in_proj_a, self.in_proj_b), join_gates)
             count_call(CONVOLUTION[0], kernels.__name__)
-            q, k, v = kernels.convolution(mixed, self.conv1d.weight.squeeze(1), self.key_dim)
-            decay, beta = kernels.gates(self.in_proj_a(x), self.in_proj_b(x), self.A_log, self.dt_bias)
+            q, k, v = kernels.convolution(mixed[0], self.conv1d.weight.squeeze(1), self.key_dim)
+            decay, beta = kernels.gates(a, b, self.A_log, self.dt_bias)
             out, _ = getattr(module, DELTA_RULE[0])(
                 q.view(1, len(q), -1, self.head_k_dim), k.view(1, len(k), -1, self.head_k_dim),
                 v.view(1, len(v), -1, self.head_v_dim), g=decay, beta=beta, initial_state=None,
-                output_final_state=False, use_qk_l2norm_in_kernel=True, cu_seqlens=None, **given,
+                output_final_state=False, use_qk_l2norm_in_kernel=True, cu_seqlens=None, **rest,
             )  # fmt: skip
             rows = out.reshape(-1, self.head_v_dim)
-            normed = kernels.rms_norm(rows, self.norm.weight, self.norm.variance_epsilon, way, z)
+            normed = kernels.rms_norm(rows, self.norm.weight, self.norm.variance_epsilon, order, z[0])
             return self.out_proj(normed.view(1, x.shape[1], -1))
 
-        key = (tuple(x.shape), self.conv_dim, self.value_dim, self.A_log.dtype, self.norm.weight.dtype, joined is None)
-        return fused.call("gated delta net", key, there, lambda: own(self, x, *args, **given), kernels.ORDERS)
+        key = (tuple(x.shape), self.conv_dim, self.value_dim, self.A_log.dtype, self.norm.weight.dtype)
+        return fused.call("gated delta net", key, there, lambda: own(self, x, *args, **given), _WAYS)
 
     return forward
 
@@ -154,21 +155,29 @@ def _layer_fits(layer: Any) -> bool:
         all(product is not None and product.bias is None for product in products)
         and layer.conv1d.bias is None
         and layer.activation == "silu"
-        and layer.key_dim % 128 == layer.value_dim % 16 == layer.head_v_dim % 128 == 0
+        and layer.conv1d.weight.shape[-1] == 4
+        and layer.key_dim % 256 == layer.value_dim % 16 == layer.head_v_dim % 128 == 0
     )
 
 
-def _joined(first: Tensor, second: Tensor) -> Tensor | None:
-    """Two weights [N, K] and [M, K] as one [N + M, K] where the second lies behind the first in one buffer."""
-    if not (
-        first.is_contiguous()
-        and second.is_contiguous()
-        and first.dtype == second.dtype
-        and first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
-        and second.data_ptr() == first.data_ptr() + first.nbytes
-    ):
-        return None
-    return torch.as_strided(first, (len(first) + len(second), first.shape[1]), first.stride())
+def _products(x: Tensor, layers: tuple[Any, Any], join: bool) -> tuple[Tensor, Tensor]:
+    """x through two linear layers; join: as one product, if their weights lie one after the other in one buffer."""
+    one, other = (layer.weight for layer in layers)
+    if one.data_ptr() > other.data_ptr():
+        there, here = _products(x, layers[::-1], join)
+        return here, there
+    adjacent = (
+        one.is_contiguous()
+        and other.is_contiguous()
+        and one.dtype == other.dtype
+        and one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+        and other.data_ptr() == one.data_ptr() + one.nbytes
+    )
+    if not (join and adjacent):
+        return layers[0](x), layers[1](x)
+    both = torch.as_strided(one, (len(one) + len(other), one.shape[1]), one.stride())
+    found = linear(x, both)
+    return found[..., : len(one)], found[..., len(one) :]
 
 
 def _on_gpu(x: Tensor) -> bool:

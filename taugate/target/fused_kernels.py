@@ -8,6 +8,10 @@ changed between releases, so it is a parameter, and `fused` tries. Nothing here 
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
 import torch
 import triton
 import triton.language as tl
@@ -15,6 +19,7 @@ from torch import Tensor
 from triton.language.extra import libdevice
 
 Order = tuple[bool, bool]
+Result = TypeVar("Result")
 # (a lane's four elements lie side by side, the tree over the lanes begins with the farthest): newest release first.
 ORDERS: tuple[Order, ...] = ((True, True), (False, True), (False, False), (True, False))
 # Below so many rows PyTorch gives a row more than one warp, and the order is another.
@@ -37,14 +42,13 @@ def _halved(sums, ROWS: tl.constexpr, LEFT: tl.constexpr, FARTHEST_FIRST: tl.con
     return pairs
 
 
-@triton.jit(do_not_specialize=["rows", "width", "stride", "heads", "gate_stride"])
+@triton.jit(do_not_specialize=["rows", "stride", "heads", "gate_stride"])
 def _norm_kernel(
-    x, weight, gate, out, rows, width, stride, heads, gate_stride, share, eps,
-    ROWS: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr, GATED: tl.constexpr,
+    x, weight, gate, out, rows, stride, heads, gate_stride, share, eps,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr, GATED: tl.constexpr,
     SIDE_BY_SIDE: tl.constexpr, FARTHEST_FIRST: tl.constexpr,
 ):  # fmt: skip
-    width = width // 128 * 128  # tells the compiler what is known, so that it loads many elements at once
-    stride = stride // 16 * 16
+    stride = stride // 16 * 16  # tells the compiler what is known, so that it loads many elements at once
     gate_stride = gate_stride // 16 * 16
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     there = (row < rows)[:, None]
@@ -53,10 +57,10 @@ def _norm_kernel(
     part = tl.arange(0, 4)[None, None, :]
     place = 4 * lane + part if SIDE_BY_SIDE else lane + 32 * part
     sums = tl.zeros((ROWS, 32, 4), tl.float32)
-    for first in range(0, width, 128 * GROUPS):
+    for first in range(0, WIDTH, 128 * GROUPS):
         for group in tl.static_range(GROUPS):
             column = first + 128 * group + place
-            v = tl.load(x + begin[:, :, None] + column, there[:, :, None] & (column < width), 0.0).to(tl.float32)
+            v = tl.load(x + begin[:, :, None] + column, there[:, :, None] & (column < WIDTH), 0.0).to(tl.float32)
             sums += v * v
     even, odd = tl.split(tl.reshape(sums, (ROWS, 32, 2, 2)))
     a, c = tl.split(even)
@@ -68,15 +72,15 @@ def _norm_kernel(
     total = _halved(total, ROWS, 2, FARTHEST_FIRST)
     total = _halved(total, ROWS, 1, FARTHEST_FIRST)
     factor = tl.rsqrt(total * share + eps)  # [ROWS, 1]
-    for first in range(0, width, BLOCK):
+    for first in range(0, WIDTH, BLOCK):
         column = first + tl.arange(0, BLOCK)[None, :]
-        inside = there & (column < width)
+        inside = there & (column < WIDTH)
         v = tl.load(x + begin + column, inside, 0.0).to(tl.float32) * factor
-        w = tl.load(weight + column, column < width, 0.0)
-        here = row.to(tl.int64)[:, None] * width + column
+        w = tl.load(weight + column, column < WIDTH, 0.0)
+        here = row.to(tl.int64)[:, None] * WIDTH + column
         if GATED:  # the norm's value is rounded before the weight, which may be fp32, and the gate comes last
             v = (v.to(tl.bfloat16).to(tl.float32) * w.to(tl.float32)).to(w.dtype).to(tl.float32)
-            there_too = (row // heads).to(tl.int64)[:, None] * gate_stride + (row % heads)[:, None] * width + column
+            there_too = (row // heads).to(tl.int64)[:, None] * gate_stride + (row % heads)[:, None] * WIDTH + column
             v = v * _silu(tl.load(gate + there_too, inside, 0.0).to(tl.float32))
         else:
             v = v * (1.0 + w.to(tl.float32))
@@ -96,38 +100,49 @@ def _silu_product_kernel(gate, up, out, width, stride, BLOCK: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["tokens", "channels", "stride", "first"])
-def _convolution_kernel(
-    x, weight, out, tokens, channels, stride, first, TAPS: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr
-):
+def _convolution_kernel(x, weight, out, tokens, channels, stride, first, TOKENS: tl.constexpr, CHANNELS: tl.constexpr):
     channels = channels // 16 * 16  # as above
     stride = stride // 16 * 16
     first = first // CHANNELS * CHANNELS
-    token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)[:, None]
     begin = tl.program_id(0) * CHANNELS
-    channel = begin + tl.arange(0, CHANNELS)[None, :]
-    there = (token < tokens) & (channel < channels)
-    total = tl.zeros((TOKENS, CHANNELS), tl.float32)
-    for tap in tl.static_range(TAPS):
-        past = token - (TAPS - 1) + tap
-        v = tl.load(x + past.to(tl.int64) * stride + channel, there & (past >= 0), 0.0).to(tl.float32)
-        total += v * tl.load(weight + channel * TAPS + tap, channel < channels, 0.0).to(tl.float32)
-    silu = _silu(total.to(tl.bfloat16).to(tl.float32))
+    channel = begin + tl.arange(0, CHANNELS)
+    inside = channel < channels
+    w0 = tl.load(weight + channel * 4, inside, 0.0).to(tl.float32)
+    w1 = tl.load(weight + channel * 4 + 1, inside, 0.0).to(tl.float32)
+    w2 = tl.load(weight + channel * 4 + 2, inside, 0.0).to(tl.float32)
+    w3 = tl.load(weight + channel * 4 + 3, inside, 0.0).to(tl.float32)
     # Queries, keys and values are three matrices, one after the other; a block lies in one of them.
     part = (begin >= first).to(tl.int32) + (begin >= 2 * first).to(tl.int32)
     width = tl.where(part == 2, channels - 2 * first, first) // 16 * 16
-    at = (part * first).to(tl.int64) * tokens + token.to(tl.int64) * width + channel - part * first
-    tl.store(out + at, silu.to(tl.bfloat16), there)
+    to = out + (part * first).to(tl.int64) * tokens - part * first + channel
+    # The last block reaches back into the one before, where it writes the same again, so that no block is cut.
+    token = tl.minimum(tl.program_id(1) * TOKENS, tokens - TOKENS)
+    at = x + token.to(tl.int64) * stride + channel
+    row = token + tl.zeros((CHANNELS,), tl.int32)
+    a = tl.load(at - 3 * stride, inside & (row >= 3), 0.0).to(tl.float32)
+    b = tl.load(at - 2 * stride, inside & (row >= 2), 0.0).to(tl.float32)
+    c = tl.load(at - stride, inside & (row >= 1), 0.0).to(tl.float32)
+    for step in tl.static_range(TOKENS):
+        d = tl.load(at + step * stride, inside, 0.0).to(tl.float32)
+        total = ((a * w0 + b * w1) + c * w2) + d * w3
+        silu = _silu(total.to(tl.bfloat16).to(tl.float32))
+        tl.store(to + (token + step).to(tl.int64) * width, silu.to(tl.bfloat16), inside)
+        a, b, c = b, c, d
 
 
-@triton.jit(do_not_specialize=["count", "heads"])
-def _gates_kernel(a, b, a_log, dt_bias, decay, beta, count, heads, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["count", "heads", "stride"])
+def _gates_kernel(a, b, a_log, dt_bias, decay, beta, count, heads, stride, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     there = at < count
-    rate = libdevice.exp(tl.load(a_log + at % heads, there, 0.0).to(tl.float32))
-    step = tl.load(a + at, there, 0.0).to(tl.float32) + tl.load(dt_bias + at % heads, there, 0.0).to(tl.float32)
-    softplus = tl.where(step > 20.0, step, libdevice.log1p(libdevice.exp(step)))
+    head = at % heads
+    place = at // heads * stride + head
+    rate = libdevice.exp(tl.load(a_log + head, there, 0.0).to(tl.float32))
+    step = tl.load(a + place, there, 0.0).to(tl.float32) + tl.load(dt_bias + head, there, 0.0).to(tl.float32)
+    power = libdevice.exp(step)
+    # log(1 + p) is p where p is tiny; libdevice's, which flushes subnormal numbers, gives nought for the least.
+    softplus = tl.where(step > 20.0, step, tl.where(power < 1e-12, power, libdevice.log1p(power)))
     tl.store(decay + at, -rate * softplus, there)
-    z = tl.load(b + at, there, 0.0).to(tl.float32)
+    z = tl.load(b + place, there, 0.0).to(tl.float32)
     tl.store(beta + at, tl.div_rn(1.0, 1.0 + libdevice.exp(-z)).to(tl.bfloat16), there)
 
 
@@ -154,6 +169,18 @@ def _rotary_kernel(
     tl.store(out + row.to(tl.int64) * WIDTH + column, tl.where(turns, (one + other).to(tl.bfloat16), value), there)
 
 
+def _on_its_device(function: Callable[..., Result]) -> Callable[..., Result]:
+    """Launch where the first argument is: Triton launches on the current device, wherever its tensors are."""
+
+    @functools.wraps(function)
+    def there(x: Tensor, *args: Any, **given: Any) -> Result:
+        with torch.cuda.device_of(x):
+            return function(x, *args, **given)
+
+    return there
+
+
+@_on_its_device
 def rms_norm(x: Tensor, weight: Tensor, eps: float, order: Order, gate: Tensor | None = None) -> Tensor:
     """The RMS norm of x [..., N] in bfloat16 over its last dimension, a multiple of 128; rows evenly spaced, by a
     multiple of 16 elements.
@@ -165,14 +192,15 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, order: Order, gate: Tensor |
     rows = x.numel() // width
     out = x.new_empty(x.shape)
     heads, gate_stride = (1, 0) if gate is None else (gate.shape[-1] // width, gate.stride(-2))
-    several, groups, block = (16, width // 128, width) if width in (128, 256) else (2, 8, 1024)
+    several, groups, block = (16, width // 128, width) if width in (128, 256) else (4, 10, 1024)
     _norm_kernel[(triton.cdiv(rows, several),)](
-        x, weight, x if gate is None else gate, out, rows, width, stride, heads, gate_stride, 1.0 / width, eps,
-        several, groups, block, gate is not None, *order, num_warps=4, enable_fp_fusion=False,
+        x, weight, x if gate is None else gate, out, rows, stride, heads, gate_stride, 1.0 / width, eps,
+        width, several, groups, block, gate is not None, *order, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     return out
 
 
+@_on_its_device
 def silu_product(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate)·up of two bfloat16 tensors [..., N] with the same spacing of rows, silu rounded in between.
 
@@ -184,31 +212,38 @@ def silu_product(gate: Tensor, up: Tensor) -> Tensor:
     return out
 
 
+@_on_its_device
 def convolution(x: Tensor, weight: Tensor, first: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    """silu of the causal depthwise convolution of x [tokens, channels] with weight [channels, taps], in bfloat16: its
+    """silu of the causal depthwise convolution of x [tokens, channels] with weight [channels, 4], in bfloat16: its
     first `first` channels, as many again, and the rest, each contiguous.
 
-    The spacing of rows and `channels` are multiples of 16, `first` of 128.
+    At least 16 tokens; the spacing of rows and `channels` are multiples of 16, `first` of 256.
     """
-    (tokens, channels), taps = x.shape, weight.shape[1]
+    tokens, channels = x.shape
     out = x.new_empty(tokens * channels)
-    grid = (triton.cdiv(channels, 128), triton.cdiv(tokens, 32))
+    grid = (triton.cdiv(channels, 256), triton.cdiv(tokens, 16))
     _convolution_kernel[grid](
-        x, weight, out, tokens, channels, x.stride(0), first, taps, 32, 128, num_warps=4, enable_fp_fusion=False
+        x, weight, out, tokens, channels, x.stride(0), first, 16, 256, num_warps=2, enable_fp_fusion=False
     )
     queries, keys, values = out.split([tokens * first, tokens * first, tokens * (channels - 2 * first)])
     return queries.view(tokens, first), keys.view(tokens, first), values.view(tokens, channels - 2 * first)
 
 
+@_on_its_device
 def gates(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
-    """The log decay -exp(a_log)·softplus(a + dt_bias) in float32, beta = sigmoid(b) in bfloat16; [..., heads] each."""
-    decay, beta = torch.empty_like(a, dtype=torch.float32), torch.empty_like(b)
+    """The log decay -exp(a_log)·softplus(a + dt_bias) in float32, beta = sigmoid(b) in bfloat16; [..., heads] each.
+
+    a and b are spaced alike; the results are contiguous.
+    """
+    decay, beta = a.new_empty(a.shape, dtype=torch.float32), b.new_empty(b.shape)
     _gates_kernel[(triton.cdiv(a.numel(), 512),)](
-        a, b, a_log, dt_bias, decay, beta, a.numel(), a.shape[-1], 512, num_warps=4, enable_fp_fusion=False
-    )
+        a, b, a_log, dt_bias, decay, beta, a.numel(), a.shape[-1], a.stride(-2), 512,
+        num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
     return decay, beta
 
 
+@_on_its_device
 def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x [1, heads, tokens, N] in bfloat16 with its first R elements turned by contiguous cos and sin [1, tokens, R].
 

@@ -141,8 +141,8 @@ class Loader:
         return {"pinned": pinned >> 20} | ({"unpinned": self._refused} if self._refused else {})
 
     def _pin(self, file: Path, piece: int) -> None:
-        if not self._refused:
-            self._refused = self._open(file).pin(piece)
+        if not self._refused and (reason := self._open(file).pin(piece)):
+            self._refused = reason
 
     def _read_ahead(self, parts: list[_Part]) -> None:
         for file, offset, count, *_ in parts:

@@ -18,10 +18,10 @@ from typing import Any
 from taugate.errors import GpuMemoryError
 
 MIB = 1 << 20
-# Kernels load lazily, each time one is used first: what the context still grows by after its first product.
-LAZY_KERNELS = 56 * MIB
-# The cuBLAS workspace of a compute stream (32 MiB on Hopper), and rounding: the allocator takes whole blocks.
-WORKSPACE = 56 * MIB
+# Kernels load lazily: what the context still grows by after its first product (10 MiB on an H200).
+LAZY_KERNELS = 24 * MIB
+# The cuBLAS workspace of a compute stream (32 MiB on Hopper).
+WORKSPACE = 32 * MIB
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Plan:
     """A streamed capture's use of one GPU, in bytes.
 
     buffers: for layers; lanes: streams of prompts; graphs: whether launches are recorded; waiting: "gpu" or "host",
-    where prompts wait between layers.
+    where prompts wait between layers; tables: the GPU's page tables of pinned files.
     """
 
     buffers: int
@@ -40,18 +40,19 @@ class Plan:
     weights: int
     scratch: int
     activations: int
+    tables: int
 
     @property
     def total(self) -> int:
-        return self.context + self.weights + self.scratch + self.activations
+        return self.context + self.weights + self.scratch + self.activations + self.tables
 
     @property
-    def allocations(self) -> int:
-        """What torch's allocator may take."""
-        return self.total - self.context
+    def way(self) -> tuple[int, int, bool, str]:
+        """What decides the speed."""
+        return self.buffers, self.lanes, self.graphs, self.waiting
 
     def to_json(self) -> dict[str, Any]:
-        sizes = {"context", "weights", "scratch", "activations"}
+        sizes = {"context", "weights", "scratch", "activations", "tables"}
         return {k: round(v / MIB) if k in sizes else v for k, v in asdict(self).items()} | {
             "total": round(self.total / MIB)
         }
@@ -71,13 +72,15 @@ def parse_limit(value: int | str | None) -> int | None:
 
 
 def plan_streaming(
-    limit: int, context: int, layer: int, scratch: int, waiting: int, moving: int, reason: str
-) -> Plan:
+    limit: int, context: int, layer: int, scratch: int, waiting: int, moving: int, reason: str, recorded: float = 1.0,
+    tables: int = 0,
+) -> Plan:  # fmt: skip
     """The fastest plan within `limit` bytes: two layer buffers before one, then recorded launches, then two lanes.
 
     layer: bytes of the largest layer; scratch: of one segment's forward; waiting: of all prompts' hidden states;
-    moving: of the states of one prompt that are in use at a time; reason: what sets the limit. Graphs have memory of
-    their own beside that of eager calls. Raises GpuMemoryError naming the least that would do.
+    moving: of the states of one prompt that are in use at a time; reason: what sets the limit; tables: of pinned files,
+    see `page_tables`; recorded: scratch of recorded launches, which have memory of their own, as a part of that of
+    eager calls. Raises GpuMemoryError naming the least that would do.
     """
     context += LAZY_KERNELS
     for buffers, lanes, graphs, where in (
@@ -85,8 +88,8 @@ def plan_streaming(
         (2, 1, False, "gpu"), (2, 1, False, "host"), (1, 1, False, "gpu"), (1, 1, False, "host"),
     ):  # fmt: skip
         activations = lanes * moving + (waiting if where == "gpu" else 0)
-        needed = lanes * ((2 if graphs else 1) * scratch + WORKSPACE)
-        plan = Plan(buffers, lanes, graphs, where, context, buffers * layer, needed, activations)
+        needed = lanes * (scratch + (int(recorded * scratch) if graphs else 0) + WORKSPACE)
+        plan = Plan(buffers, lanes, graphs, where, context, buffers * layer, needed, activations, tables)
         if plan.total <= limit:
             return plan
     least = -(-plan.total // MIB)
@@ -128,6 +131,11 @@ def scratch_bytes(config: Any, tokens: int, itemsize: int, path: str, past: int 
         mixer = (2 * (2 * k + v) + v) * itemsize + core
     carried = past * (4 * keys * itemsize + 2 * tokens) if past else 0
     return tokens * (hidden * 3 * itemsize + max(norm, mlp, attention, mixer)) + carried
+
+
+def page_tables(pinned: int) -> int:
+    """GPU memory that maps `pinned` bytes of host memory: eight bytes for each page of 4 KiB, and the upper levels."""
+    return pinned // 480
 
 
 def context_bytes() -> int:

@@ -17,7 +17,7 @@ from taugate.errors import CheckpointError
 if TYPE_CHECKING:
     from torch import Tensor
 
-SLOTS = 6  # states that may be under way at a time; each holds its GPU memory until it has been copied
+SLOTS = 3  # states that may be under way at a time; each holds its GPU memory until it has been copied
 _MOVERS = 4  # a new state's pages have to be mapped, which takes a thread longer than the copy over the bus
 
 
@@ -46,14 +46,18 @@ class Outbox:
 
         if self.stream is None:
             done: Future[Tensor] = Future()
-            done.set_result(finite(name, state[0]).to(torch.bfloat16, copy=True).contiguous())
+            done.set_result(finite(name, state[0].to(torch.bfloat16, copy=True)).contiguous())
             self._states[index][name] = done
             return
         slot = self._slots.get()
-        self.stream.wait_event(torch.cuda.current_stream().record_event())
-        state.record_stream(self.stream)
-        with torch.cuda.stream(self.stream):
-            slot.fill(state[0])
+        try:
+            self.stream.wait_event(torch.cuda.current_stream().record_event())
+            state.record_stream(self.stream)
+            with torch.cuda.stream(self.stream):
+                slot.fill(state[0])
+        except BaseException:
+            self._slots.put(slot)
+            raise
         self._states[index][name] = self._pool.submit(self._move, name, slot)
 
     def take(self, index: int) -> dict[str, Tensor]:
@@ -85,8 +89,9 @@ class _Slot:
         if self._memory.numel() < state.numel():
             self._memory = torch.empty(state.numel(), dtype=torch.bfloat16, pin_memory=True)
         self._state = self._memory[: state.numel()].view(state.shape)
-        self._state.copy_(state.to(torch.bfloat16), non_blocking=True)
-        self._peak.copy_(_peak(state).float(), non_blocking=True)
+        rounded = state.to(torch.bfloat16)
+        self._state.copy_(rounded, non_blocking=True)
+        self._peak.copy_(_peak(rounded).float(), non_blocking=True)
         self._there.record()
 
     def emptied(self, name: str) -> Tensor:

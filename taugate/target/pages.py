@@ -33,7 +33,11 @@ class MappedFile:
         self.file = file
         try:
             self._handle = os.open(file, os.O_RDONLY)
-            self._map = mmap.mmap(self._handle, 0, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+            try:
+                self._map = mmap.mmap(self._handle, 0, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+            except BaseException:
+                os.close(self._handle)
+                raise
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{file} cannot be read ({error}); copy it again") from None
         self._address = numpy.frombuffer(self._map, numpy.uint8).ctypes.data
@@ -84,13 +88,17 @@ class MappedFile:
 
     @property
     def pinned_bytes(self) -> int:
-        return len(self._pinned) * PIECE
+        return sum(min(PIECE, len(self._map) - piece * PIECE) for piece in list(self._pinned))
 
-    def close(self) -> None:
+    def unpin(self) -> None:
         """Give back what is pinned. Nothing may be under way from it."""
         import torch
 
         for address in self._pinned.values():
             torch.cuda.cudart().cudaHostUnregister(address)
         self._pinned.clear()
+
+    def close(self) -> None:
+        """Unpin, and let go of the file."""
+        self.unpin()
         os.close(self._handle)

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from taugate.errors import GpuMemoryError
 from taugate.target import memory
 from taugate.target.embedding import Embedding
 from taugate.target.graphs import Graphs
@@ -23,12 +26,16 @@ from taugate.target.progress import LayerDone, SequenceDone
 from taugate.target.segments import new_cache, segments
 from taugate.target.skeleton import Skeleton, empty, fill, forward_dtypes
 from taugate.target.store import FINAL_HIDDEN, tap_name
+from taugate.target.waiting import Waiting
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Prompts of one pass share the host's memory with their finished states; this part of what is free may go to them.
+# Prompts of one pass share the host's memory with their finished states; this part of what is free may go to them, and
+# pinned files may take as much.
 HOST_SHARE = 0.5
+# fla's path records fused launches, while its eager calls run the modules' own forwards, too, for comparison.
+RECORDED = {"fla": 0.75}
 
 
 class Streamed:
@@ -46,10 +53,8 @@ class Streamed:
         self._sizes = [aligned_bytes(t, d) for t, d in zip(self._tensors, self._dtypes, strict=True)]
         self._loader = Loader(device)
         self._context = memory.context_bytes() if device != "cpu" else 0
-        stored = sum(tensor.nbytes for tensors in self._tensors for tensor in tensors.values())
-        if device != "cpu" and stored < HOST_SHARE * memory.host_bytes():
-            # From the last layer on: a pass that has begun meets what is pinned half way.
-            self._loader.pin(reversed(self._tensors))
+        self._stored = sum(tensor.nbytes for tensors in self._tensors for tensor in tensors.values())
+        self._pinned = False
         self._embedding = Embedding(layout.tensors["embed_tokens.weight"], dtype, device)
         self._outbox = Outbox(device)
         self._buffers: list[Tensor] = []
@@ -90,23 +95,41 @@ class Streamed:
         state = config.hidden_size * itemsize
         context = self._context
         free, total = torch.cuda.mem_get_info()
-        limit, reason = free + context + torch.cuda.memory_reserved(), "the other processes on the GPU"
+        tables = memory.page_tables(self._stored)
+        limit = free + context + torch.cuda.memory_reserved() + (tables if self._pinned else 0)
+        reason = "the other processes on the GPU"
         if self.limit is not None and self.limit < limit:
             limit, reason = self.limit, "capture.max_gpu_memory"
         longest = max(len(ids) for ids in sequences)
         piece = max(end - begin for begin, end in segments(longest))
         past = longest - piece if longest > piece else 0
-        plan = memory.plan_streaming(
+        fits = partial(
+            memory.plan_streaming,
             limit,
             context,
             max(self._sizes),
             memory.scratch_bytes(config, piece, itemsize, self.path, past),
             sum(map(len, sequences)) * state,
-            # In and out of a layer, their pieces or the fixed places of a graph, and what is in the outbox.
-            (4 + SLOTS) * longest * state,
+            # In and out of a layer, their pieces or the fixed places of a graph, one to compare, what is in the outbox.
+            (5 + SLOTS) * longest * state,
             reason,
+            RECORDED.get(self.path, 1.0),
         )
-        torch.cuda.set_per_process_memory_fraction(min(1.0, (limit - context - memory.LAZY_KERNELS) / total))
+        plan = fits(tables if self._pinned else 0)
+        if not self._pinned and self._stored < HOST_SHARE * memory.host_bytes():
+            plan = self._pin(plan, lambda: fits(tables))
+        beside = context + memory.LAZY_KERNELS + plan.tables
+        torch.cuda.set_per_process_memory_fraction(min(1.0, (limit - beside) / total))
+        return plan
+
+    def _pin(self, plan: memory.Plan, pinned: Callable[[], memory.Plan]) -> memory.Plan:
+        """Have the files pinned where that leaves the GPU the memory to work in the same way."""
+        with suppress(GpuMemoryError):
+            if (found := pinned()).way == plan.way:
+                self._pinned = True
+                # From the last layer on: a pass that has begun meets what is pinned half way.
+                self._loader.pin(reversed(self._tensors))
+                return found
         return plan
 
     def _pass(self, sequences: list[Sequence[int]], indices: list[int]) -> Iterator[LayerDone | SequenceDone]:
@@ -222,31 +245,3 @@ class Streamed:
                 hidden = waiting.take(place)
                 normed = [self.skeleton.norm(hidden[:, begin:end]) for begin, end in segments(hidden.shape[1])]
                 self._outbox.put(index, FINAL_HIDDEN, torch.cat(normed, dim=1))
-
-
-class Waiting:
-    """Hidden states [1, S, H] of `count` prompts between two layers; before the first they are embedded.
-
-    where: "gpu", or "host" for pinned memory.
-    """
-
-    def __init__(self, embedded: Callable[[int], Tensor], count: int, device: str, where: str) -> None:
-        self.device, self.moves = device, device != "cpu" and where == "host"
-        self._embedded = embedded
-        self.hidden: list[Tensor | None] = [None] * count
-
-    def take(self, place: int) -> Tensor:
-        """The states of the prompt at `place`, on the device in the current stream."""
-        hidden = self.hidden[place]
-        if hidden is None:
-            return self._embedded(place)
-        return hidden.to(self.device, non_blocking=True) if self.moves else hidden
-
-    def put(self, place: int, state: Tensor) -> None:
-        """Keep the states that the current stream is about to finish."""
-        if not self.moves:
-            self.hidden[place] = state
-            return
-        if self.hidden[place] is None:
-            self.hidden[place] = state.new_empty(state.shape, device="cpu", pin_memory=True)
-        self.hidden[place].copy_(state, non_blocking=True)

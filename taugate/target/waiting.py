@@ -1,0 +1,37 @@
+"""Where prompts are between two layers of the streamed engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Waiting:
+    """Hidden states [1, S, H] of `count` prompts between two layers; before the first they are embedded.
+
+    where: "gpu", or "host" for pinned memory.
+    """
+
+    def __init__(self, embedded: Callable[[int], Tensor], count: int, device: str, where: str) -> None:
+        self.device, self.moves = device, device != "cpu" and where == "host"
+        self._embedded = embedded
+        self.hidden: list[Tensor | None] = [None] * count
+
+    def take(self, place: int) -> Tensor:
+        """The states of the prompt at `place`, on the device in the current stream."""
+        hidden = self.hidden[place]
+        if hidden is None:
+            return self._embedded(place)
+        return hidden.to(self.device, non_blocking=True) if self.moves else hidden
+
+    def put(self, place: int, state: Tensor) -> None:
+        """Keep the states that the current stream is about to finish."""
+        if not self.moves:
+            self.hidden[place] = state
+            return
+        if self.hidden[place] is None:
+            self.hidden[place] = state.new_empty(state.shape, device="cpu", pin_memory=True)
+        self.hidden[place].copy_(state, non_blocking=True)
