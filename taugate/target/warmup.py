@@ -10,7 +10,6 @@ every later process picks the same configurations and compiles nothing. Prints o
 
 from __future__ import annotations
 
-import argparse
 import copy
 import json
 import os
@@ -19,7 +18,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from taugate.errors import GpuMemoryError, TaugateError
+from taugate.command import Parser, one_sentence
+from taugate.errors import CheckpointError, GpuMemoryError
 from taugate.target import memory
 from taugate.target.capture import pick_device
 from taugate.target.compilations import counted_compilations, share_autotuning
@@ -156,21 +156,23 @@ def _result(spec: dict[str, Any], if_it_fits: bool) -> dict[str, Any]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m taugate.target.warmup",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser(prog="python -m taugate.target.warmup", description=__doc__)
     parser.add_argument("--spec", type=Path, required=True, help="the capture's spec, or one with the same lengths")
     parser.add_argument("--if-it-fits", action="store_true", help="too little GPU memory is told, and is no failure")
     args = parser.parse_args(argv)
+
+    def body() -> int:
+        print(json.dumps(_result(_read(args.spec), args.if_it_fits)), flush=True)
+        return 0
+
+    return one_sentence(body, lambda sentence: print(json.dumps({"event": "error", "sentence": sentence}), flush=True))
+
+
+def _read(spec: Path) -> dict[str, Any]:
     try:
-        print(json.dumps(_result(json.loads(args.spec.read_text()), args.if_it_fits)), flush=True)
-    except TaugateError as error:
-        print(json.dumps({"event": "error", "sentence": str(error)}), flush=True)
-        print(error, file=sys.stderr)
-        return 1
-    return 0
+        return json.loads(spec.read_text())
+    except ValueError as error:
+        raise CheckpointError(f"{spec} is no capture spec ({error}); write it again") from None
 
 
 if __name__ == "__main__":
