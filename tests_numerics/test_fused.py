@@ -197,7 +197,7 @@ def test_at_a_difference_a_shape_is_given_up_for_good(recording):
     assert module.ran == ["own", 1, 1, "own", 2, 3, "own"]
     assert torch.equal(module.call(fused, x), x + 1)
     assert module.ran[-1] == 1, "what had proved equal stays in use"
-    assert fused.facts() == {"used": ["norm"], "refused": {"norm": "other bits for 1 shapes, first (3,)"}}
+    assert fused.facts() == {"used": ["norm"], "refused": {"norm": "1 shapes, first: other bits for (3,)"}}
 
 
 def test_what_is_not_repeatable_does_not_pass_by_luck(recording):
@@ -206,6 +206,25 @@ def test_what_is_not_repeatable_does_not_pass_by_luck(recording):
     fused, x, results = Fused(), torch.arange(4.0), iter([1, 2])
     fused.call("norm", 4, lambda _: x + next(results), lambda: x + 1, (None,))
     assert fused.facts()["refused"].keys() == {"norm"} and not fused.facts()["used"]
+
+
+def test_a_kernel_that_fails_is_refused_and_the_capture_goes_on(recording):
+    """As one does that another release of Triton cannot compile; want of memory is no such failure."""
+    import torch
+
+    def fails(error):
+        raise error
+
+    fused, x = Fused(), torch.arange(4.0)
+    for _ in range(2):
+        found = fused.call("norm", 4, lambda _: fails(RuntimeError("no such intrinsic\nmore")), lambda: x + 1, (1, 2))
+        assert torch.equal(found, x + 1)
+    refused = {"norm": "1 shapes, first: RuntimeError (no such intrinsic) for 4"}
+    assert fused.facts() == {"used": [], "refused": refused}
+    with pytest.raises(torch.OutOfMemoryError):
+        fused.call("MLP", 4, lambda _: fails(torch.OutOfMemoryError("full")), lambda: x + 1, (1,))
+    fused.call("rotary", 4, lambda way: fails(KeyError()) if way else x + 1, lambda: x + 1, (1, 0))
+    assert fused.facts()["used"] == ["rotary"]
 
 
 def test_nothing_unproved_is_used_while_a_graph_is_recorded(recording):
@@ -251,6 +270,14 @@ def test_whatever_is_called_the_result_is_the_modules(calls, right):
             x = torch.randn(size)
             module = Module(*right.get((kind, size), (1,)))
             assert torch.equal(module.call(fused, x, kind), x + 1)
+
+
+def test_kernels_that_cannot_be_imported_are_no_error(monkeypatch):
+    fused = Fused()
+    monkeypatch.setitem(sys.modules, "taugate.target.fused_forwards", None)
+    with kernel_path("torch", "qwen3_5", "cpu"), fused_modules(fused, "qwen3_5"):
+        pass
+    assert "ModuleNotFoundError" in fused.facts()["refused"]["all"]
 
 
 FAMILIES = ("qwen3_5_text", "qwen3_5_moe", "qwen3_next")

@@ -24,16 +24,20 @@ class Fused:
 
     def __init__(self) -> None:
         self._equal: dict[tuple[str, Hashable], Any] = {}
-        self._refused: dict[tuple[str, Hashable], None] = {}
+        self._refused: dict[tuple[str, Hashable], str] = {}
 
     def facts(self) -> dict[str, Any]:
         """The kinds in use; and of those that were refused, for how many shapes, and the first of them."""
         used = {"used": sorted({kind for kind, _ in self._equal})}
-        shapes: dict[str, list[Hashable]] = {}
-        for kind, key in self._refused:
-            shapes.setdefault(kind, []).append(key)
-        refused = {kind: f"other bits for {len(keys)} shapes, first {keys[0]}" for kind, keys in shapes.items()}
+        reasons: dict[str, list[str]] = {}
+        for (kind, key), reason in self._refused.items():
+            reasons.setdefault(kind, []).append(f"{reason} for {key}")
+        refused = {kind: f"{len(said)} shapes, first: {said[0]}" for kind, said in reasons.items()}
         return {**used, "refused": refused} if refused else used
+
+    def refuse(self, kind: str, key: Hashable, error: Exception) -> None:
+        """Leave these calls to the model's own modules."""
+        self._refused[kind, key] = f"{type(error).__name__} ({next(iter(str(error).splitlines()), '')})"
 
     def call(
         self, kind: str, key: Hashable, fused: Callable[[Any], Result], own: Callable[[], Result], ways: Sequence[Any]
@@ -47,11 +51,19 @@ class Fused:
         # Nothing can be compared while a graph is recorded.
         if (kind, key) in self._refused or torch.cuda.is_current_stream_capturing():
             return expected
+        self._refused[kind, key] = "other bits"
         for way in ways:
-            if all(_same(fused(way), expected) for _ in range(_TRIALS)):
+            try:
+                equal = all(_same(fused(way), expected) for _ in range(_TRIALS))
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:  # what a Triton cannot compile is no reason to end a capture
+                self.refuse(kind, key, error)
+                continue
+            if equal:
                 self._equal[kind, key] = way
-                return expected
-        self._refused[kind, key] = None
+                del self._refused[kind, key]
+                break
         return expected
 
 
@@ -76,9 +88,14 @@ def fused_modules(fused: Fused, model_type: str) -> Iterator[None]:
     if module is None:
         yield
         return
-    wrappers = importlib.import_module("taugate.target.fused_forwards").wrappers(fused, module)
+    try:
+        forwards = importlib.import_module("taugate.target.fused_forwards")
+    except ImportError as error:  # of a Triton that has moved what the kernels use
+        fused.refuse("all", "every shape", error)
+        yield
+        return
     changed: list[tuple[Any, str, Any]] = []
-    for owner, attribute, wrapper in wrappers:
+    for owner, attribute, wrapper in forwards.wrappers(fused, module):
         own = getattr(owner, attribute)
         changed.append((owner, attribute, own))
         setattr(owner, attribute, wrapper(own))
