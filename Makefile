@@ -35,7 +35,7 @@ $(STAMP): pyproject.toml constraints.txt
 
 gate: $(STAMP)
 	$(BIN)/pytest -m gpu_window --junitxml=$(REPORTS)/gate.xml \
-		$(if $(DRAFTER),--drafter '$(DRAFTER)') $(if $(PROMPTS),--set completions.limit=$(PROMPTS)) $(ARGS)
+		$(if $(DRAFTER),--drafter='$(DRAFTER)') $(if $(PROMPTS),--set completions.limit=$(PROMPTS)) $(ARGS)
 
 test: $(STAMP) $(PARITY)
 	$(BIN)/pytest -n 2 --dist loadfile --junitxml=$(REPORTS)/test.xml

@@ -185,3 +185,20 @@ def test_help_and_collection_import_nothing_heavy(options):
         check=False,
     )
     assert done.stdout.splitlines()[-1] == "HEAVY []", done.stdout[-2000:] + done.stderr[-2000:]
+
+
+def test_a_path_elsewhere_after_an_option_is_one_sentence_or_works(tmp_path):
+    """pytest takes "--drafter /elsewhere" for tests of another directory, and reads no pytest.ini; where the package is
+    not installed beside, it does not even know the option.
+    """
+    checkpoint = tmp_path / "step_1000"
+    checkpoint.mkdir()
+    command = [sys.executable, "-m", "pytest", "-m", "gpu_window", "--collect-only", "-q", "-p", "no:cacheprovider"]
+    apart, joined = (
+        subprocess.run([*command, *option], cwd=PROJECT, capture_output=True, text=True, check=False)
+        for option in (["--drafter", str(checkpoint)], [f"--drafter={checkpoint}"])
+    )
+    assert apart.returncode == 4 and "Traceback" not in apart.stdout + apart.stderr
+    said = apart.stdout + apart.stderr
+    assert "--drafter=PATH" in said or "unrecognized arguments: --drafter" in said
+    assert joined.returncode == 0, joined.stdout
