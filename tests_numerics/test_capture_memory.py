@@ -53,6 +53,35 @@ def test_a_27b_layer_fits_three_gigabytes_with_two_buffers_and_1_8_with_one():
         plan_streaming(int(1.3e9), *asked)
 
 
+def test_the_page_tables_of_pinned_files_count():
+    asked = (500 * MIB, 700 * MIB, 100 * MIB, 10 * MIB, 10 * MIB, "the limit")
+    plain, pinned = plan_streaming(4000 * MIB, *asked), plan_streaming(4000 * MIB, *asked, tables=100 * MIB)
+    assert pinned.total == plain.total + 100 * MIB and pinned.way == plain.way
+    assert plan_streaming(plain.total, *asked, tables=100 * MIB).total <= plain.total
+
+
+def test_files_are_pinned_only_where_the_plan_stays_as_fast():
+    from functools import partial
+
+    from taugate.target.streamed import Streamed
+
+    class Loader:
+        pinned = 0
+
+        def pin(self, layers):
+            self.pinned += len(list(layers))
+
+    asked = (500 * MIB, 700 * MIB, 100 * MIB, 10 * MIB, 10 * MIB, "the limit")
+    total = plan_streaming(8000 * MIB, *asked).total
+    for limit, pins in ((total, False), (total + 99 * MIB, False), (total + 100 * MIB, True)):
+        engine = Streamed.__new__(Streamed)
+        engine._loader, engine._pinned, engine._tensors = Loader(), False, [{}, {}]
+        plan = plan_streaming(limit, *asked)
+        found = engine._pin(plan, partial(plan_streaming, limit, *asked, tables=100 * MIB))
+        assert (engine._pinned, engine._loader.pinned) == (pins, 2 * pins)
+        assert found.way == plan.way and found.total <= limit and bool(found.tables) is pins
+
+
 def test_the_fallback_needs_more_scratch_than_fla_and_length_counts():
     from types import SimpleNamespace
 
