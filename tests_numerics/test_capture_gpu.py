@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -174,8 +175,6 @@ print(json.dumps([capture.facts(), (process_bytes() or 0) >> 20]))
 
 
 def test_a_ceiling_too_low_is_refused_with_the_one_that_would_do(checkpoint, sequences):
-    import re
-
     from taugate.errors import GpuMemoryError
     from taugate.target.capture import Capture
 
@@ -196,3 +195,72 @@ def test_decay_and_gated_norm_stay_in_fp32(checkpoint):
     assert (mixer.A_log.dtype, mixer.norm.weight.dtype) == (torch.float32, torch.float32)
     assert mixer.dt_bias.dtype == torch.bfloat16
     assert not torch.equal(mixer.A_log, mixer.A_log.bfloat16().float()), "the stored values need fp32"
+
+
+@pytest.fixture
+def job(checkpoint, sequences, warmed, tmp_path):
+    """Popen arguments of a worker that captures the sequences with the whole model on the GPU, by directory."""
+    spec = {"model_path": str(checkpoint), "kernel_path": "fla", "dtype": "bfloat16", "device": "cuda", "taps": TAPS,
+            "engine": "resident", "sequences": [{"key": f"k{n}", "token_ids": s} for n, s in enumerate(sequences)],
+            }  # fmt: skip
+    (tmp_path / "spec.json").write_text(json.dumps(spec))
+    # It does not ask beforehand whether the model fits, as if somebody else took the memory afterwards.
+    before = "import sys; from taugate.target import resident, worker; "
+    before += "resident.BESIDE = 0; resident.model_bytes = lambda *given: 0; "
+    given = ["--spec", str(tmp_path / "spec.json"), "--out"]
+    return lambda out: {
+        "args": [sys.executable, "-c", before + "sys.exit(worker.main(sys.argv[1:]))", *given, str(out)],
+        "cwd": ROOT, "stdout": subprocess.PIPE, "text": True,
+    }  # fmt: skip
+
+
+@pytest.fixture
+def whole(job, tmp_path):
+    """What an uninterrupted worker writes: bytes by name."""
+    done = subprocess.run(**job(tmp_path / "whole"), check=True)
+    assert json.loads(done.stdout.splitlines()[-1])["event"] == "done"
+    return contents(tmp_path / "whole")
+
+
+def contents(directory):
+    return {path.name: path.read_bytes() for path in directory.glob("*.safetensors")}
+
+
+def test_a_worker_killed_half_way_goes_on_and_the_bytes_are_the_same(job, whole, tmp_path):
+    with subprocess.Popen(**job(tmp_path / "out")) as first:
+        for line in first.stdout:
+            if json.loads(line).get("done") == 3:
+                first.kill()
+                break
+    kept = contents(tmp_path / "out")
+    assert 3 <= len(kept) < len(LENGTHS) and kept.items() <= whole.items()
+    done = subprocess.run(**job(tmp_path / "out"), check=True)
+    states = [event for event in map(json.loads, done.stdout.splitlines()) if event["event"] == "state"]
+    assert len(states) == len(LENGTHS) - len(kept), "only the rest was done"
+    assert contents(tmp_path / "out") == whole
+
+
+def test_a_gpu_that_runs_out_of_memory_is_one_sentence_and_loses_nothing(checkpoint, job, whole, tmp_path):
+    """Really: another process holds all but the layers' size, a context, and too little for a long prompt's forward."""
+    import torch
+
+    from taugate.target.layout import open_layout
+
+    torch.cuda.empty_cache()
+    layout = open_layout(checkpoint)
+    weights = sum(stored.nbytes for layer in range(LAYERS) for stored in layout.layer_tensors(layer).values())
+    room = (weights >> 20) + 900
+    hog = [sys.executable, "benchmarks/capture_gpu.py", "hog", "--leave-mib", str(room)]
+    with subprocess.Popen(hog, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+        assert json.loads(holder.stdout.readline())["left_mib"] <= room
+        done = subprocess.run(**job(tmp_path / "out"), check=False)
+        holder.stdin.close()
+    said = json.loads(done.stdout.splitlines()[-1])
+    assert done.returncode == 1 and said["event"] == "error", done.stdout[-500:]
+    assert re.match(r"the GPU has too little memory for the capture \(CUDA out of memory[^\n]*capture\.max_gpu_memory",
+                    said["sentence"]), said  # fmt: skip
+    kept = contents(tmp_path / "out")
+    assert len(kept) < len(LENGTHS) and kept.items() <= whole.items()
+    assert f"{len(kept)} of {len(LENGTHS)} sequences are captured and stay" in said["sentence"]
+    assert subprocess.run(**job(tmp_path / "out"), check=False).returncode == 0, "with the memory back it goes on"
+    assert contents(tmp_path / "out") == whole

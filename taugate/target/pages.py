@@ -23,6 +23,18 @@ PIECE = 64 << 20  # of a file, pinned at a time; a copy may not cross from one t
 _READ_ONLY = 8  # cudaHostRegisterReadOnly: the mapping may not be written to
 
 
+def on_ram_disk(file: Path) -> bool:
+    """Whether the file's pages are in memory for good, so that pinning takes nothing from anybody; False if unknown."""
+    number = os.stat(file).st_dev
+    device = f"{os.major(number)}:{os.minor(number)}"
+    told = Path("/proc/self/mountinfo")
+    for line in told.read_text(encoding="utf-8").splitlines() if told.is_file() else ():
+        before, _, after = line.partition(" - ")  # … major:minor root mount options - type source options
+        if before.split()[2] == device:
+            return after.split()[0] in ("tmpfs", "ramfs")
+    return False
+
+
 class MappedFile:
     """One file. Raises CheckpointError if it cannot be opened and mapped."""
 

@@ -8,6 +8,7 @@ the GPU, or in pinned host memory where the ceiling leaves no room. On a CPU the
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
@@ -22,6 +23,7 @@ from taugate.target.kernels import enter_layer
 from taugate.target.lanes import Lanes
 from taugate.target.loading import Loader, Loading, aligned_bytes, views
 from taugate.target.outbox import SLOTS, Outbox
+from taugate.target.pages import on_ram_disk
 from taugate.target.progress import LayerDone, SequenceDone
 from taugate.target.segments import new_cache, segments
 from taugate.target.skeleton import Skeleton, empty, fill, forward_dtypes
@@ -31,8 +33,8 @@ from taugate.target.waiting import Waiting
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Prompts of one pass share the host's memory with their finished states; this part of what is free may go to them, and
-# pinned files may take as much.
+# Prompts of one pass share the host's memory with their finished states: this part of what is free may go to them, and
+# as much to pinned files of the page cache. Those of a RAM disk take nothing.
 HOST_SHARE = 0.5
 # fla's path records fused launches, while its eager calls run the modules' own forwards, too, for comparison.
 RECORDED = {"fla": 0.75}
@@ -53,7 +55,11 @@ class Streamed:
         self._sizes = [aligned_bytes(t, d) for t, d in zip(self._tensors, self._dtypes, strict=True)]
         self._loader = Loader(device)
         self._context = memory.context_bytes() if device != "cpu" else 0
-        self._stored = sum(tensor.nbytes for tensors in self._tensors for tensor in tensors.values())
+        stored = Counter[Path]()
+        for piece in (piece for layer in self._tensors for tensor in layer.values() for piece in tensor.pieces):
+            stored[piece.file] += piece.nbytes
+        self._stored, on_ram = stored.total(), sum(n for file, n in stored.items() if on_ram_disk(file))
+        self._evictable = self._stored - on_ram
         self._pinned = False
         self._embedding = Embedding(layout.tensors["embed_tokens.weight"], dtype, device)
         self._outbox = Outbox(device)
@@ -116,7 +122,7 @@ class Streamed:
             RECORDED.get(self.path, 1.0),
         )
         plan = fits(tables if self._pinned else 0)
-        if not self._pinned and self._stored < HOST_SHARE * memory.host_bytes():
+        if not self._pinned and self._evictable < HOST_SHARE * memory.host_bytes():
             plan = self._pin(plan, lambda: fits(tables))
         beside = context + memory.LAZY_KERNELS + plan.tables
         torch.cuda.set_per_process_memory_fraction(min(1.0, (limit - beside) / total))
