@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,22 +23,3 @@ class Fetched:
         if self._event:
             self._event.synchronize()
         return self._copies[name].numpy()
-
-    def beside(self, work: Callable[[], Tensor]) -> Any:
-        """Run `work` on what had been computed when the copies were queued, beside what has been queued since; its
-        result as a numpy array.
-        """
-        if not self._event:
-            return work().numpy()
-        with torch.cuda.stream(_side(torch.cuda.current_device())):
-            torch.cuda.current_stream().wait_event(self._event)
-            return work().cpu().numpy()
-
-
-_SIDE: dict[int, Any] = {}
-
-
-def _side(device: int) -> Any:
-    if device not in _SIDE:
-        _SIDE[device] = torch.cuda.Stream(device, priority=-1)
-    return _SIDE[device]

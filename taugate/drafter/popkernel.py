@@ -21,28 +21,26 @@ def scores_there(logprobs: Tensor, slots: Tensor) -> Tensor:
     return out.masked_fill_(absent[..., None], ABSENT)
 
 
-def pop_numbers_there(score: Tensor, path: Tensor, limit: int) -> tuple[Tensor, Tensor]:
-    """As `tree.pop_numbers`, of tensors on a GPU: score [R, L, K] int64, path [R, L] int; int32 [R, L] and bool [R]."""
+def pop_numbers_there(score: Tensor, path: Tensor, limit: int) -> Tensor:
+    """As `treecount.pop_numbers`, of tensors on a GPU: score [R, L, K] int64, with K the vocabulary's size or at least
+    `limit`, path [R, L] int; int64 [R, L].
+    """
     (rows, levels, width), path = score.shape, path.long()
     ranks = torch.where(path < 0, limit, path)
     own = score.gather(2, ranks.clamp(max=width - 1)[..., None])[..., 0].cumsum(1)
-    below = _so_far((ranks + 1.0).double().cumprod(1).cumsum(1) <= limit)
-    asked = _so_far(below & (ranks < width))
+    # As many nodes precede the path as have no larger rank anywhere, at least.
+    asked = _so_far(((ranks + 1.0).double().cumprod(1).cumsum(1) <= limit) & (ranks < width))
     room = 1 << (limit - 1).bit_length()
     count = torch.full((rows, levels), limit + 1, dtype=torch.int32, device=score.device)
-    touched = torch.zeros(rows, levels, dtype=torch.int32, device=score.device)
     totals = torch.empty(rows * levels, 2, room, dtype=torch.int64, device=score.device)
     orders = torch.empty(rows * levels, 2, room, dtype=torch.int32, device=score.device)
     ends = torch.empty(rows * levels, room, dtype=torch.int32, device=score.device)
     _kernel()[(rows * levels,)](
-        score.contiguous(), path.int().contiguous(), own.contiguous(), asked.int(), count, touched,
+        score.contiguous(), path.int().contiguous(), own.contiguous(), asked.int(), count,
         totals, orders, ends, levels, width, limit, ABSENT,
         ROOM=room, STEPS=width.bit_length() + 1, HALVINGS=room.bit_length() + 1, num_warps=4,
     )  # fmt: skip
-    out = torch.where(asked, count.clamp(max=limit) + 1, limit + 1)
-    short = (asked & (touched > 0) & (count <= limit)).any(1)
-    reached = torch.nn.functional.pad(_so_far(out <= limit)[:, :-1], (1, 0), value=True)
-    return out, short | (reached & below & (path >= width)).any(1)
+    return torch.where(asked, count.clamp(max=limit) + 1, limit + 1)
 
 
 def _so_far(ok: Tensor) -> Tensor:
@@ -57,7 +55,7 @@ def _kernel() -> Any:
 
     @triton.jit
     def kernel(
-        score, path, goals, asked, counts, touches, totals, orders, ends, levels, width, limit, absent,
+        score, path, goals, asked, counts, totals, orders, ends, levels, width, limit, absent,
         ROOM: tl.constexpr, STEPS: tl.constexpr, HALVINGS: tl.constexpr,
     ):  # fmt: skip
         # See tree._preceding: the frontier holds the nodes of one level that precede the path's prefix of this depth.
@@ -67,7 +65,7 @@ def _kernel() -> Any:
         item = tl.arange(0, ROOM)
         wanted = tl.load(asked + program)  # 1 or 0: with no node to begin with, nothing is counted
         size, level = wanted, tl.full([], 0, tl.int32)
-        count, touched = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
+        count = tl.full([], 0, tl.int32)
         frontier, end = program * 2 * ROOM, program * ROOM
         tl.store(totals + frontier + item, tl.zeros([ROOM], tl.int64), mask=item < 1)
         tl.store(orders + frontier + item, tl.zeros([ROOM], tl.int32), mask=item < 1)
@@ -90,7 +88,6 @@ def _kernel() -> Any:
                 high = tl.where(open_ & (value <= least), middle, high)
             children = tl.where(order == 0, tl.where(level == depth, own, tl.maximum(low, own + 1)), low)
             children = tl.where(valid, children, 0)
-            touched = tl.maximum(touched, tl.max(tl.where(valid & (children == width), 1, 0)))
             born = tl.sum(children)
             count += born
             born = tl.where(level + 1 < levels, tl.where(count <= limit, born, 0), 0)
@@ -114,6 +111,5 @@ def _kernel() -> Any:
             tl.debug_barrier()
             size, level = born, level + 1
         tl.store(counts + program, count, mask=wanted > 0)
-        tl.store(touches + program, touched, mask=wanted > 0)
 
     return kernel
