@@ -122,6 +122,7 @@ def test_replayed_layers_equal_resident(checkpoint, sequences, resident):
         assert layers == {layer for layer in range(LAYERS) if (layer + 1) % 4}
     facts = capture.facts()
     assert facts["plan"]["graphs"] and facts["graphs"]["recorded"] > 0 and "refused" not in facts["graphs"]
+    assert facts["files"]["pinned"] > 0, "files on a RAM disk are pinned however little is free beside them"
 
 
 def test_fla_ran_in_every_delta_net_layer_and_nothing_else_did(streamed):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import subprocess
 import threading
 from pathlib import Path
 
@@ -133,6 +134,14 @@ def test_a_refusal_is_told_and_nothing_counts_as_pinned(mapped, cuda):
     cuda.most = 1
     assert [mapped.pin(0), mapped.pin(1)] == ["", "cudaErrorMemoryAllocation"]
     assert mapped.pinned(0, 1) and not mapped.pinned(4096, 1)
+
+
+def test_a_ram_disk_is_known_as_one(tmp_path):
+    """As coreutils' stat tells it."""
+    (tmp_path / "file").touch()
+    for place in (tmp_path / "file", Path("/dev/shm"), Path("/proc/self")):
+        told = subprocess.run(["stat", "-f", "-c", "%T", place], capture_output=True, text=True, check=True).stdout
+        assert pages.on_ram_disk(place) == (told.strip() in ("tmpfs", "ramfs")), place
 
 
 @pytest.fixture

@@ -138,11 +138,12 @@ def page_tables(pinned: int) -> int:
     return pinned // 480
 
 
-def context_bytes() -> int:
-    """What this process holds on the GPU beside torch's allocations, after a first product; creates the context.
+def context_bytes() -> tuple[int, int]:
+    """What this process holds on the GPU beside torch's memory, and what torch has allocated of that, both after a
+    first product; creates the context.
 
-    From nvidia-smi's entry of this process; where that is not told (in some containers), the largest context seen on a
-    Hopper GPU with CUDA 13.
+    The former is from nvidia-smi's entry of this process; where that is not told (in some containers), the largest
+    context seen on a Hopper GPU with CUDA 13.
     """
     import torch
 
@@ -151,7 +152,8 @@ def context_bytes() -> int:
     (square @ square).sum().item()
     torch.cuda.synchronize()
     own = process_bytes()
-    return max(own - torch.cuda.memory_reserved(), 256 * MIB) if own is not None else 640 * MIB
+    context = max(own - torch.cuda.memory_reserved(), 256 * MIB) if own is not None else 640 * MIB
+    return context, torch.cuda.memory_allocated()
 
 
 def _small_stacks() -> None:

@@ -54,7 +54,8 @@ class Streamed:
         self._dtypes = [forward_dtypes(layout, f"layers.{n}.", t, dtype) for n, t in enumerate(self._tensors)]
         self._sizes = [aligned_bytes(t, d) for t, d in zip(self._tensors, self._dtypes, strict=True)]
         self._loader = Loader(device)
-        self._context = memory.context_bytes() if device != "cpu" else 0
+        # A product leaves a workspace on its stream, earlier captures on theirs, too; torch keeps them all.
+        self._context, self._before = memory.context_bytes() if device != "cpu" else (0, 0)
         stored = Counter[Path]()
         for piece in (piece for layer in self._tensors for tensor in layer.values() for piece in tensor.pieces):
             stored[piece.file] += piece.nbytes
@@ -112,7 +113,7 @@ class Streamed:
         fits = partial(
             memory.plan_streaming,
             limit,
-            context,
+            context + self._before,
             max(self._sizes),
             memory.scratch_bytes(config, piece, itemsize, self.path, past),
             sum(map(len, sequences)) * state,
