@@ -252,6 +252,7 @@ class TestCommand:
             (["--device", "tpu"], "invalid choice: 'tpu'"),
             (["--threads", "0"], "'0' is no number of at least 1"),
             (["--taps", "a,b"], "'a,b' is no list of layers"),
+            (["--taps", "1,,3"], "'1,,3' is no list of layers"),
             ([], "give either --spec and --out, or --model and --sequences"),
         ],
     )

@@ -185,7 +185,7 @@ def _prepare(kernel_path: str) -> None:
 
 def _layers(text: str) -> list[int]:
     try:
-        return sorted({int(part) for part in text.split(",") if part.strip()})
+        return sorted(set(map(int, text.split(",")))) if text.strip() else []
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is no list of layers such as 1,3,5") from None
 
