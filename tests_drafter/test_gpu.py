@@ -28,6 +28,9 @@ def test_cycles_and_tables_are_those_of_the_cpu(kind):
     for mine, (sequence, taps) in zip(tables, items, strict=True):
         found = anchor_table(there[0], sequence, taps, *there[1:], VERIFIERS, 8, predict=True)
         assert found.accepted == mine.accepted and found.arrivals == mine.arrivals
+        assert found.predicted.keys() == mine.predicted.keys() and len(mine.predicted) > 1
+        for name, expected in mine.predicted.items():
+            assert found.predicted[name] == pytest.approx(expected, rel=1e-3)
     for verifier in VERIFIERS:
         walked = walk_together(there[0], iter(items), *there[1:], verifier, 3)
         assert [cycles for _, cycles in walked] == [walk(table, verifier.name) for table in tables]

@@ -10,9 +10,9 @@ import pytest
 
 SCRIPT = """
 import numpy as np, torch
-from taugate.drafter.popkernel import pop_numbers_there, scores_there
+from taugate.drafter.popkernel import expected_depth_there, pop_numbers_there, scores_there
 from taugate.drafter.rowstats import row_stats, top_values
-from taugate.drafter.tree import scores
+from taugate.drafter.tree import expected_depth, scores
 from taugate.drafter.treecount import pop_numbers
 generator, random = torch.Generator().manual_seed(0), np.random.default_rng(0)
 
@@ -56,6 +56,11 @@ for rows, levels, vocabulary, limit, ties in shapes:
     found = pop_numbers_there(there, torch.from_numpy(path), limit)
     assert found.tolist() == wanted.tolist(), (rows, levels)
     seen |= set(wanted.ravel().tolist())
+    logprobs[0, 0, 1:] = -np.inf  # a pruned vocabulary
+    budgets = [1, 3, limit // 2, limit]
+    wanted = expected_depth(logprobs[..., :limit], budgets, slots)
+    found = expected_depth_there(torch.from_numpy(logprobs), budgets, torch.from_numpy(slots))
+    np.testing.assert_allclose(found.numpy(), wanted, rtol=1e-12)
 assert len(seen) > 15, seen
 """
 

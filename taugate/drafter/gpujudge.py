@@ -9,9 +9,8 @@ from torch import Tensor
 from taugate.drafter.cached import LARGEST_TREE, Verifier
 from taugate.drafter.device import Fetched
 from taugate.drafter.drafts import Drafts, Judged, accepted_depths, check_finite
-from taugate.drafter.popkernel import pop_numbers_there, scores_there
+from taugate.drafter.popkernel import expected_depth_there, pop_numbers_there, scores_there
 from taugate.drafter.rowstats import row_stats, top_values
-from taugate.drafter.tree import expected_depth
 
 
 def gpu_right(drafts: Drafts, ranks: Tensor | None = None) -> Tensor:
@@ -45,7 +44,7 @@ class Condensed:
                 lists["pops"] = pop_numbers_there(scores_there(logprobs, drafts.slots), ranks, LARGEST_TREE)
                 lists["total"] = total
                 if predict:
-                    lists |= {"logprobs": logprobs, "slots": drafts.slots}
+                    lists["sums"] = expected_depth_there(logprobs, list(self.budgets.values()), drafts.slots)
         if any(v.kind == "chain" for v in verifiers):
             lists["right"] = gpu_right(drafts, ranks)
         self.names, self.host = list(lists), Fetched(**lists)
@@ -55,7 +54,6 @@ class Condensed:
         host, predicted = {name: self.host[name] for name in self.names}, {}
         if self.budgets:
             check_finite(host["total"])
-        if "logprobs" in host:
-            sums = expected_depth(host["logprobs"], list(self.budgets.values()), host["slots"])
-            predicted = {name: sums[:, column] for column, name in enumerate(self.budgets)}
+        if "sums" in host:
+            predicted = {name: host["sums"][:, column] for column, name in enumerate(self.budgets)}
         return Judged(accepted_depths(self.verifiers, host), host.get("pops"), predicted)

@@ -1,17 +1,18 @@
-"""Pop numbers of draft trees on a GPU: `taugate.drafter.tree.pop_numbers` with one program per row and depth.
+"""Draft trees on a GPU: pop numbers with one program per row and depth, and what the drafter expects of each tree.
 
 The host would need longer for the trees of a batch than a GPU for drafting it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from taugate.drafter.tree import ABSENT, LOWEST, UNIT
+from taugate.drafter.tree import ABSENT, LOWEST, UNIT, pairs
 
 
 def scores_there(logprobs: Tensor, slots: Tensor) -> Tensor:
@@ -19,6 +20,27 @@ def scores_there(logprobs: Tensor, slots: Tensor) -> Tensor:
     out = (logprobs.clamp(min=-LOWEST * UNIT) / UNIT).round().long()
     absent = torch.arange(out.shape[1], device=out.device) >= slots[:, None]
     return out.masked_fill_(absent[..., None], ABSENT)
+
+
+def expected_depth_there(logprobs: Tensor, budgets: Sequence[int], slots: Tensor) -> Tensor:
+    """`tree.expected_depth` of log-probabilities [R, L, K] (float64) where they are: float64 [R, budgets]."""
+    limit = max(budgets)
+    last, levels = logprobs.new_zeros(len(logprobs), 1), []
+    for level in range(logprobs.shape[1]):
+        here = logprobs[:, level, :limit]
+        first, second = _pairs(limit, last.shape[1], here.shape[1], logprobs.device)
+        sums = last[:, first] + here[:, second]
+        last = sums.topk(min(limit, sums.shape[1])).values.masked_fill_((level >= slots)[:, None], -torch.inf)
+        levels.append(last)
+    nodes = torch.cat(levels, 1)
+    chance = nodes.topk(min(limit, nodes.shape[1])).values.exp().cumsum(1)
+    return chance[:, [min(budget, chance.shape[1]) - 1 for budget in budgets]]
+
+
+@cache
+def _pairs(limit: int, left: int, right: int, device: torch.device) -> Tensor:
+    """`pairs` of lists of those lengths, [2, pairs]."""
+    return torch.tensor([(i, j) for i, j in pairs(limit) if i < left and j < right], device=device).T
 
 
 def pop_numbers_there(score: Tensor, path: Tensor, limit: int) -> Tensor:

@@ -14,6 +14,7 @@ Scores are integers (log-probabilities in units of 2^-32), so that sums are exac
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -43,19 +44,24 @@ def expected_depth(logprobs: Array, budgets: list[int], slots: Array | None = No
     budgets].
     """
     limit = max(budgets)
-    # Of the sums of two descending lists, the best `limit` are at (i, j) with (i+1)(j+1) ≤ limit.
-    pairs = np.array([(i, j) for i in range(limit) for j in range(limit // (i + 1))])
+    together = np.array(pairs(limit))
     last = np.zeros((len(logprobs), 1))
     levels = []
     for level in range(logprobs.shape[1]):
         here = logprobs[:, level]
-        usable = pairs[(pairs[:, 0] < last.shape[1]) & (pairs[:, 1] < here.shape[1])]
+        usable = together[(together[:, 0] < last.shape[1]) & (together[:, 1] < here.shape[1])]
         last = best(last[:, usable[:, 0]] + here[:, usable[:, 1]], limit)
         if slots is not None:
             last = np.where((level < slots)[:, None], last, -np.inf)
         levels.append(last)
     chance = np.exp(best(np.concatenate(levels, 1), limit)).cumsum(1)
     return chance[:, np.minimum(np.array(budgets), chance.shape[1]) - 1]
+
+
+@cache
+def pairs(limit: int) -> list[tuple[int, int]]:
+    """Where the largest `limit` of the sums of two descending lists are: all (i, j) with (i + 1)(j + 1) ≤ limit."""
+    return [(i, j) for i in range(limit) for j in range(limit // (i + 1))]
 
 
 def best(values: Array, count: int) -> Array:
