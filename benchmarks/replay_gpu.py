@@ -144,11 +144,11 @@ def _table(drafter: Drafter, embedding: Any, head: Any, length: int, peaks: tupl
         if what == "forwards":
             forwards(drafter, sequence, taps, embedding, head, ANCHORS)
         else:
-            verifiers = EVERYTHING if what == "everything" else EVERYTHING[:1]
+            verifiers = EVERYTHING[:1] if what == "chain" else EVERYTHING
             anchor_table(drafter, sequence, taps, embedding, head, verifiers, ANCHORS, predict=what == "predict")
         return _now(embedding) - start
 
-    names = ("forwards", "chain", "everything")
+    names = ("forwards", "chain", "everything", "predict")
     spent = {what: min(run(what) for _ in range(4)) for what in names}
     row = {f"{what}_s": spent[what] for what in names}
     limit = _limits(drafter, anchors, length // 2, spent["everything"], peaks)

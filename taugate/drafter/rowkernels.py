@@ -38,18 +38,25 @@ def _ordered(x):
 
 @triton.jit
 def _reaching(row, vocabulary, least, out, WIDTH: tl.constexpr, ROOM: tl.constexpr):
-    """How many logits of `row` are at least `least` in order; the first ROOM of them go to `out`, if there is one."""
+    """How many logits of `row` are at least `least` in order; ROOM of them go to `out`, if there is any room.
+
+    Each lane counts its own, so that all lanes have to agree but once; that is worth a second reading.
+    """
     lane = tl.arange(0, WIDTH)
-    many = tl.full([], 0, tl.int32)
+    mine = tl.zeros([WIDTH], tl.int32)
     for begin in range(0, vocabulary, WIDTH):
         at = begin + lane
         x = tl.load(row + at, mask=at < vocabulary, other=0).to(tl.float32)
-        hit = ((at < vocabulary) & (_ordered(x) >= least)).to(tl.int32)
-        if ROOM > 0:
-            place = many + tl.cumsum(hit, 0) - 1
-            tl.store(out + place, x, mask=(hit > 0) & (place < ROOM))
-        many += tl.sum(hit)
-    return many
+        mine += ((at < vocabulary) & (_ordered(x) >= least)).to(tl.int32)
+    if ROOM > 0:
+        place = tl.cumsum(mine, 0) - mine
+        for begin in range(0, vocabulary, WIDTH):
+            at = begin + lane
+            x = tl.load(row + at, mask=at < vocabulary, other=0).to(tl.float32)
+            hit = (at < vocabulary) & (_ordered(x) >= least)
+            tl.store(out + place, x, mask=hit & (place < ROOM))
+            place += hit.to(tl.int32)
+    return tl.sum(mine)
 
 
 @triton.jit
