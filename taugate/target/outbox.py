@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import queue
 import weakref
-from collections import defaultdict
+from collections import defaultdict, deque
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from taugate.errors import CheckpointError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-SLOTS = 3  # states that may be under way at a time; each holds its GPU memory until it has been copied
-_MOVERS = 4  # a new state's pages have to be mapped, which takes a thread longer than the copy over the bus
+SLOTS = 3  # states that may wait for their copy at a time; each holds its GPU memory until then
+_PINNED = 12  # states that may be in pinned memory at a time; it is taken as it is needed
+_MOVERS = 8  # a new state's pages have to be mapped, which takes a thread longer than the copy over the bus
 
 
 class Outbox:
@@ -29,8 +30,9 @@ class Outbox:
 
         self.cuda = device != "cpu"
         self.stream = torch.cuda.Stream() if self.cuda else None
-        self._slots: queue.SimpleQueue[_Slot] = queue.SimpleQueue()
-        for _ in range(SLOTS if self.cuda else 0):
+        self._copies: deque[Any] = deque()  # CUDA events
+        self._slots: queue.LifoQueue[_Slot] = queue.LifoQueue()  # those in use first, so that few take memory
+        for _ in range(_PINNED if self.cuda else 0):
             self._slots.put(_Slot())
         self._pool = ThreadPoolExecutor(_MOVERS, thread_name_prefix="outbox")
         self._states: dict[int, dict[str, Future[Tensor]]] = defaultdict(dict)
@@ -49,12 +51,14 @@ class Outbox:
             done.set_result(finite(name, state[0].to(torch.bfloat16, copy=True)).contiguous())
             self._states[index][name] = done
             return
+        while len(self._copies) >= SLOTS:
+            self._copies.popleft().synchronize()
         slot = self._slots.get()
         try:
             self.stream.wait_event(torch.cuda.current_stream().record_event())
             state.record_stream(self.stream)
             with torch.cuda.stream(self.stream):
-                slot.fill(state[0])
+                self._copies.append(slot.fill(state[0]))
         except BaseException:
             self._slots.put(slot)
             raise
@@ -79,11 +83,11 @@ class _Slot:
 
         self._memory = torch.empty(0, dtype=torch.bfloat16)
         self._peak = torch.empty((), dtype=torch.float32, pin_memory=True)
-        self._there = torch.cuda.Event(blocking=True)
+        self._there: Any = None
         self._state = self._memory
 
-    def fill(self, state: Tensor) -> None:
-        """Begin to copy a state [S, H] on the current stream."""
+    def fill(self, state: Tensor) -> Any:
+        """Begin to copy a state [S, H] on the current stream; the result is a CUDA event after which it is there."""
         import torch
 
         if self._memory.numel() < state.numel():
@@ -92,7 +96,9 @@ class _Slot:
         rounded = state.to(torch.bfloat16)
         self._state.copy_(rounded, non_blocking=True)
         self._peak.copy_(_peak(rounded).float(), non_blocking=True)
+        self._there = torch.cuda.Event(blocking=True)
         self._there.record()
+        return self._there
 
     def emptied(self, name: str) -> Tensor:
         """The state in memory of its own. Raises CheckpointError if it is not finite."""
