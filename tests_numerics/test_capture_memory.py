@@ -53,6 +53,22 @@ def test_a_27b_layer_fits_three_gigabytes_with_two_buffers_and_1_8_with_one():
         plan_streaming(int(1.3e9), *asked)
 
 
+def test_arguments_of_layers_count_once_for_each_length():
+    """Cosines and sines as the model itself makes them, at most twice as much since few of its elements may turn."""
+    import torch
+    from transformers import Qwen3Config
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
+
+    config = Qwen3Config(hidden_size=64, num_attention_heads=4, head_dim=16)
+    made = 0
+    for length in (100, 37):
+        places = torch.arange(length)[None]
+        cos, sin = Qwen3RotaryEmbedding(config)(torch.zeros(1, length, 64, dtype=torch.bfloat16), places)
+        made += cos.nbytes + sin.nbytes + places.nbytes
+    counted = memory.arguments_bytes(config, [100, 37, 100, 37, 37], 2)
+    assert made <= counted <= 2 * made
+
+
 def test_the_page_tables_of_pinned_files_count():
     asked = (500 * MIB, 700 * MIB, 100 * MIB, 10 * MIB, 10 * MIB, "the limit")
     plain, pinned = plan_streaming(4000 * MIB, *asked), plan_streaming(4000 * MIB, *asked, tables=100 * MIB)

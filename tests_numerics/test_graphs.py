@@ -29,15 +29,14 @@ class StandIn:
 def graphs(monkeypatch):
     """Graphs of stand-ins; `made` takes what the next graph replays."""
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
-    graphs, made = Graphs(), {}
+    graphs, made = Graphs(room=100), {}
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: StandIn(lambda: made["work"](graphs), made.get("fails")))
     return graphs, made
 
 
 def replays(factor):
     def work(graphs):
-        for given, out in graphs._places.values():
-            out.copy_(given * factor())
+        graphs._place.copy_(graphs._place * factor())
 
     return work
 
@@ -57,6 +56,31 @@ def test_a_graph_is_used_alone_after_two_layers_agreed(graphs):
         assert torch.equal(lane.run("key", layer, states), states * weight[0])
         assert len(eager) == expected
     assert lane.count == 1 and not lane.refused
+
+
+def test_prompts_of_all_lengths_share_one_place_and_longer_ones_run_eagerly(graphs):
+    """A place for each length would take as much memory as all prompts together, which no plan counts."""
+    lane, made = graphs
+    made["work"] = lambda graphs: None
+    storages = set()
+    for length in (3, 50, 7, 51):
+        states = torch.ones(1, length, 2)
+        for _ in range(3):
+            made["work"] = lambda graphs, n=length: graphs._place[: 2 * n].mul_(2)
+            assert torch.equal(lane.run(length, lambda given: given * 2, states), 2 * states)
+        recorded = lane._recorded.get(length)
+        assert (recorded is None) == (length == 51), "102 elements are more than the room of 100"
+        storages |= {recorded.place.untyped_storage().data_ptr()} if recorded else set()
+    assert len(storages) == 1 and lane.count == 3 and not lane.refused
+
+
+def test_lanes_are_made_anew_for_longer_prompts_and_where_graphs_have_no_room():
+    from taugate.target.lanes import Lanes
+
+    lanes = Lanes("cpu", 1, recorded=100)
+    assert lanes.serve(1, 100) and lanes.serve(1, 50)
+    assert not lanes.serve(1, 101) and not lanes.serve(2, 100) and not lanes.serve(1, 0)
+    assert Lanes("cpu", 1, recorded=0).serve(1, 0)
 
 
 def test_a_graph_that_differs_is_given_up_and_its_result_not_used(graphs):

@@ -1,8 +1,8 @@
 """A layer's launches recorded once as a CUDA graph and replayed: seventy small kernels cost the host more than the GPU.
 
 A graph knows addresses, not values. Weights of layers of one kind arrive at the same addresses of the same buffer, and
-a prompt's states are copied to and from fixed places, so one graph serves every layer of the kind and every prompt of
-the length. That is not taken on trust: a graph is used alone only after it gave, bit for bit, what the eager call
+a prompt's states are copied to and from one fixed place, so one graph serves every layer of the kind and every prompt
+of the length. That is not taken on trust: a graph is used alone only after it gave, bit for bit, what the eager call
 gives, where it was recorded and once more, in another layer or pass; at the first difference recording is given up.
 What a graph replays counts as evidence of the kernel path like the calls that it was recorded from.
 """
@@ -25,20 +25,23 @@ _CHECKS = 2  # times that a graph has to equal the eager call
 @dataclass
 class _Recorded:
     graph: Any
-    given: Tensor
-    out: Tensor
+    place: Tensor  # of what is given, and then of what comes out
     calls: Calls
     checked: int = 0
 
 
 class Graphs:
-    """Graphs of one lane, in one memory pool, since no two of them run at a time."""
+    """Graphs of one lane, in one memory pool and with one place for states, since no two of them run at a time.
 
-    def __init__(self) -> None:
+    room: elements of the largest state; a larger one runs eagerly.
+    """
+
+    def __init__(self, room: int) -> None:
+        self.room = room
         self._recorded: dict[Hashable, _Recorded] = {}
         self.refused = ""  # why recording was given up; everything runs eagerly then
         self._seen: set[Hashable] = set()
-        self._places: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
+        self._place: Tensor | None = None
         import torch
 
         self._pool = torch.cuda.graph_pool_handle()
@@ -49,22 +52,23 @@ class Graphs:
         The first call of a key runs eagerly, so that kernels are loaded and workspaces are there.
         """
         recorded = self._recorded.get(key)
-        if recorded is None and key in self._seen and not self.refused and len(self._recorded) < _MOST:
+        more = not self.refused and len(self._recorded) < _MOST and hidden.numel() <= self.room
+        if recorded is None and key in self._seen and more:
             recorded = self._record(key, layer, hidden)
         if recorded is None:
             self._seen.add(key)
             return layer(hidden)
-        recorded.given.copy_(hidden)
+        recorded.place.copy_(hidden)
         recorded.graph.replay()
         if recorded.checked < _CHECKS:
             return self._checked(recorded, layer(hidden))
         count_again(recorded.calls)
-        return recorded.out.clone()
+        return recorded.place.clone()
 
     def _checked(self, recorded: _Recorded, eager: Tensor) -> Tensor:
         import torch
 
-        if torch.equal(recorded.out, eager):
+        if torch.equal(recorded.place, eager):
             recorded.checked += 1
         else:
             self.refused = "a replayed layer differed from the eager call"
@@ -75,17 +79,16 @@ class Graphs:
         """The graph of layer(…), or None where something in it cannot be recorded (a copy to the host, say)."""
         import torch
 
-        shape = tuple(hidden.shape)
-        if shape not in self._places:
-            self._places[shape] = torch.empty_like(hidden), torch.empty_like(hidden)
-        given, out = self._places[shape]
+        if self._place is None:
+            self._place = hidden.new_empty(self.room)
+        place = self._place[: hidden.numel()].view(hidden.shape)
         graph = torch.cuda.CUDAGraph()
         try:
             with recorded_calls() as calls:
                 # Not by torch.cuda.graph, which waits for the whole GPU. thread_local: other threads copy meanwhile.
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 try:
-                    out.copy_(layer(given))
+                    place.copy_(layer(place))
                 finally:
                     graph.capture_end()
         except torch.OutOfMemoryError:
@@ -93,7 +96,7 @@ class Graphs:
         except RuntimeError as error:
             self.refused = str(error).splitlines()[0]
             return None
-        self._recorded[key] = _Recorded(graph, given, out, calls)
+        self._recorded[key] = _Recorded(graph, place, calls)
         return self._recorded[key]
 
     @property

@@ -13,14 +13,20 @@ from taugate.target.graphs import Graphs
 
 
 class Lanes:
-    """`count` CUDA streams; on a CPU a single lane without a stream. graphs: whether launches are recorded."""
+    """`count` CUDA streams; on a CPU a single lane without a stream. recorded: elements of the largest state of which
+    launches are recorded, 0 for none.
+    """
 
-    def __init__(self, device: str, count: int, graphs: bool) -> None:
+    def __init__(self, device: str, count: int, recorded: int) -> None:
         import torch
 
-        self.count = count
+        self.count, self.recorded = count, recorded
         self.streams = [torch.cuda.Stream() for _ in range(count)] if device != "cpu" else []
-        self._graphs = [Graphs() for _ in self.streams] if graphs else []
+        self._graphs = [Graphs(recorded) for _ in self.streams] if recorded else []
+
+    def serve(self, count: int, recorded: int) -> bool:
+        """Whether these would do where others of `count` and `recorded` are wanted; graphs take memory."""
+        return count == self.count and (recorded <= self.recorded if recorded else not self.recorded)
 
     def graphs_of(self, place: int) -> Graphs | None:
         """The graphs of the lane of the prompt at `place`."""

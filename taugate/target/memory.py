@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import subprocess
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -131,6 +132,12 @@ def scratch_bytes(config: Any, tokens: int, itemsize: int, path: str, past: int 
         mixer = (2 * (2 * k + v) + v) * itemsize + core
     carried = past * (4 * keys * itemsize + 2 * tokens) if past else 0
     return tokens * (hidden * 3 * itemsize + max(norm, mlp, attention, mixer)) + carried
+
+
+def arguments_bytes(config: Any, lengths: Iterable[int], itemsize: int) -> int:
+    """What the layers are called with beside the states, kept for each length: rotary cosines and sines, positions."""
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return sum(set(lengths)) * (2 * head * itemsize + 4 * 8)
 
 
 def page_tables(pinned: int) -> int:

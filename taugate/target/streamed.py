@@ -113,11 +113,11 @@ class Streamed:
         fits = partial(
             memory.plan_streaming,
             limit,
-            context + self._before,
+            context + self._before + memory.arguments_bytes(config, map(len, sequences), itemsize),
             max(self._sizes),
             memory.scratch_bytes(config, piece, itemsize, self.path, past),
             sum(map(len, sequences)) * state,
-            # In and out of a layer, their pieces or the fixed places of a graph, one to compare, what is in the outbox.
+            # In and out of a layer, their pieces or a graph's fixed place, one to compare, what is in the outbox.
             (5 + SLOTS) * longest * state,
             reason,
             RECORDED.get(self.path, 1.0),
@@ -145,7 +145,7 @@ class Streamed:
         self.plan = self._plan(sequences)
         depth, begun = self.skeleton.depth, time.monotonic()
         count = min(self.plan.buffers if self.plan else 2, depth)
-        buffers, lanes = self._places(count)
+        buffers, lanes = self._places(count, list(map(len, sequences)))
         fresh = [torch.cuda.current_stream().record_event()] if lanes.streams else []
         under_way = {layer: self._start(layer, buffers[layer], fresh) for layer in range(count)}
         waiting = self._waiting(sequences, lanes)
@@ -164,18 +164,20 @@ class Streamed:
         for index in indices:
             yield SequenceDone(index, self._outbox.take(index))
 
-    def _places(self, count: int) -> tuple[list[Tensor], Lanes]:
+    def _places(self, count: int, lengths: list[int]) -> tuple[list[Tensor], Lanes]:
         """Layer buffers and lanes. They outlast a pass, since the modules of its last layers are views of them."""
         import torch
 
-        lanes = self.plan.lanes if self.plan else 1
-        if len(self._buffers) != count or self._lanes is None or self._lanes.count != lanes:
+        lanes, graphs = (self.plan.lanes, self.plan.graphs) if self.plan else (1, False)
+        whole = [length for length in lengths if len(segments(length)) == 1] if graphs else []
+        recorded = max(whole, default=0) * self.skeleton.config.hidden_size
+        if len(self._buffers) != count or self._lanes is None or not self._lanes.serve(lanes, recorded):
             for module in self.skeleton.layers:
                 empty(module)
             self._buffers, self._lanes = [], None
             size = max(self._sizes)
             self._buffers = [torch.empty(size, dtype=torch.uint8, device=self.device) for _ in range(count)]
-            self._lanes = Lanes(self.device, lanes, graphs=self.plan is not None and self.plan.graphs)
+            self._lanes = Lanes(self.device, lanes, recorded)
         return self._buffers, self._lanes
 
     def _waiting(self, sequences: list[Sequence[int]], lanes: Lanes) -> Waiting:
