@@ -148,8 +148,10 @@ def test_torch_path_is_equal_in_both_engines_and_near_fla(checkpoint, sequences,
     assert apart[f"tap.{LAYERS - 1}"] < 9 * LAYERS
 
 
-@pytest.mark.parametrize(("ceiling", "buffers"), [(3000, 2), (1800, 1)])
-def test_a_ceiling_is_kept_and_changes_no_state(checkpoint, streamed, sequences, warmed, ceiling, buffers, tmp_path):
+@pytest.mark.parametrize(("ceiling", "buffers", "graphs"), [(3500, 2, True), (3000, 2, True), (1850, 1, False)])
+def test_a_ceiling_is_kept_and_changes_no_state(
+    checkpoint, streamed, sequences, warmed, ceiling, buffers, graphs, tmp_path
+):
     """In a process of its own, since what counts is all that the process takes, by nvidia-smi."""
     code = f"""
 import json, sys, torch
@@ -157,8 +159,10 @@ from taugate.target.capture import Capture, SequenceDone
 from taugate.target.kernels import kernel_path
 from taugate.target.memory import process_bytes
 capture = Capture({str(checkpoint)!r}, "fla", "bfloat16", "cuda", {TAPS}, engine="streamed", max_gpu_memory={ceiling})
-with kernel_path("fla", capture.model_type, "cuda") as ran:
-    states = {{e.index: e.tensors for e in capture.states(json.load(open(sys.argv[1]))) if isinstance(e, SequenceDone)}}
+for _ in range(3):  # graphs are recorded in the second pass
+    with kernel_path("fla", capture.model_type, "cuda") as ran:
+        events = list(capture.states(json.load(open(sys.argv[1]))))
+states = {{e.index: e.tensors for e in events if isinstance(e, SequenceDone)}}
 torch.save(states, sys.argv[2])
 print(json.dumps([capture.facts(), (process_bytes() or 0) >> 20]))
 """
@@ -167,8 +171,9 @@ print(json.dumps([capture.facts(), (process_bytes() or 0) >> 20]))
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     facts, taken = json.loads(done.stdout.splitlines()[-1])
-    assert facts["plan"]["buffers"] == buffers
+    assert (facts["plan"]["buffers"], facts["plan"]["graphs"]) == (buffers, graphs)
     assert facts["plan"]["total"] <= ceiling
+    assert (facts["graphs"]["recorded"] >= len(LENGTHS)) == graphs
     assert taken <= ceiling, "torch gives back nothing by itself, so this is the most that was taken"
     import torch
 
