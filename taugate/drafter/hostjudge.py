@@ -16,12 +16,12 @@ from torch.nn import functional
 from taugate.drafter.cached import LARGEST_TREE, Verifier
 from taugate.drafter.drafts import Drafts, Judged, accepted_depths, check_finite
 from taugate.drafter.tree import LOWEST, UNIT, best, expected_depth
-from taugate.drafter.treecount import candidates, numbers
+from taugate.drafter.treecount import candidates, numbers, so_far
 from taugate.drafter.treelists import Lists, integers
 
 Array = np.ndarray[Any, Any]
 
-CACHED = 2**18  # bytes of logits that are read several times in a row
+SCRATCH = 2**22  # bytes of chances that are held at a time
 SPREAD = 128  # groups of tokens that are equal modulo this: most of the best are the largest of their group
 GROUP = 32  # neighbouring tokens; of fewer, the largest takes torch ten times as long
 SLACK = 1e-4  # nats: what fp32 thresholds may be wrong by
@@ -80,6 +80,9 @@ class Read:
         lowest = np.where(self.asked, self.score.cumsum(1), 0).min(1)[:, None] - (highest.cumsum(1) - highest)
         least = np.where(here & self.asked[:, :1], total.reshape(here.shape) + lowest * UNIT - SLACK, np.inf)
         least = least.astype(np.float32)
+        # And as far as the true token of a slot whose rank a chain or topk-K may ask for.
+        going = so_far((truth >= 0) & (self.asked | (ranks < ranked)))
+        least[going] = np.minimum(least, own.reshape(here.shape))[going]
         # A token without a chance (of a pruned vocabulary) has only equals: where one is asked for, everything is.
         hopeless = (self.asked & (self.score == -LOWEST)).any(1)
         least[here & hopeless[:, None]] = -np.inf
@@ -91,21 +94,15 @@ class Read:
             members[(group % heads.shape[1] * GROUP)[:, None] + np.arange(GROUP) >= logits.shape[1]] = np.nan
         kept = np.flatnonzero(members >= least.ravel()[row][:, None])
         self.lists = Lists.gather(members.ravel()[kept], row[kept // GROUP], total, least)
-        self.found["ranks"] = self._exact(rows, truth, ranks, ranked)
+        self.found["ranks"] = self._exact(rows, truth, ranks, going)
 
-    def _exact(self, rows: Array, truth: Array, ranks: Array, ranked: int) -> Array:
-        """Ranks [R, L] of the true tokens, from lower bounds: right where somebody asks for them. A chain or topk-K
-        asks for those below `ranked`, and only until one is not.
-        """
-        every = np.arange(len(rows))
-        first = self.lists.before(every, -self.score.ravel()).reshape(ranks.shape)
-        listed = self.lists.before(every, 1 - self.score.ravel()).reshape(ranks.shape) - first
-        alone = (listed == 1) & (truth >= 0)  # with its score: then a token's place in the list is its rank
-        ranks = np.where(alone, first, ranks)
-        asked = self.asked | (ranks < ranked)
-        going = np.logical_and.accumulate(asked, axis=1)
-        at = np.flatnonzero(going & ~alone & (truth >= 0))
-        ranks.ravel()[at] = _ranks(rows[at], truth.ravel()[at])
+    def _exact(self, rows: Array, truth: Array, ranks: Array, going: Array) -> Array:
+        """Ranks [R, L] of the true tokens, from lower bounds: right where they are `going`, which are listed."""
+        at = np.flatnonzero(going)
+        ranks.ravel()[at], alone = self.lists.places(at, self.score.ravel()[at])
+        tied = at[~alone]  # or not told apart by their scores
+        if len(tied):
+            ranks.ravel()[tied] = _ranks(rows[tied], truth.ravel()[tied])
         return ranks
 
 
@@ -127,19 +124,12 @@ def judge_together(parts: Sequence[Read], verifiers: Sequence[Verifier], predict
 
 def _summary(logits: Tensor, padded: Tensor) -> tuple[Array, Array, Array]:
     """Of each row of `logits` [M, V] (`padded` to whole groups): the largest of each group, tops [M, SPREAD] and heads
-    [M, V / GROUP], and log Σ exp [M]; some rows at a time, which are still in the processor's cache then.
+    [M, V / GROUP], and log Σ exp [M].
     """
-    count, vocabulary = padded.shape
-    step = max(1, CACHED // (4 * vocabulary))
-    tops, heads = logits.new_empty(count, SPREAD), logits.new_empty(count, vocabulary // GROUP)
-    highest, chances = logits.new_empty(count), logits.new_empty(min(step, count), logits.shape[1])
-    for first in range(0, count, step):
-        some = slice(first, first + step)
-        torch.amax(padded[some].unflatten(1, (-1, SPREAD)), 1, out=tops[some])
-        torch.amax(padded[some].unflatten(1, (-1, GROUP)), 2, out=heads[some])
-        # Of torch's ways to a normaliser the softmax is the fastest: its largest value is exp(peak - total).
-        chance = torch.softmax(logits[some], -1, out=chances[: len(logits[some])])
-        torch.amax(chance, -1, out=highest[some])
+    tops, heads = padded.unflatten(1, (-1, SPREAD)).amax(1), padded.unflatten(1, (-1, GROUP)).amax(2)
+    # Of torch's ways to a normaliser the softmax is the fastest: its largest value is exp(peak - total).
+    step = max(1, SCRATCH // (4 * logits.shape[1]))
+    highest = torch.cat([torch.softmax(some, -1).amax(-1) for some in logits.split(step)])
     return tops.numpy(), heads.numpy(), (tops.amax(1) - highest.log()).numpy()
 
 

@@ -38,12 +38,12 @@ def candidates(cost: Array, best: Array, path: Array, own: Array, limit: int) ->
     scores of the best and the true tokens. path [R, L]: as in `numbers`, but never too high.
     """
     # Every node whose ranks are nowhere larger precedes it: Σ_k Π_{i≤k} (rank_i + 1) nodes, itself included.
-    asked = _so_far((path >= 0) & ((path + 1.0).cumprod(1).cumsum(1) <= limit))
+    asked = so_far((path >= 0) & ((path + 1.0).cumprod(1).cumsum(1) <= limit))
     goal = own.cumsum(1)
     # At most 1/p nodes of one level have a probability of p: with fewer than `limit` in all, there is no doubt.
     row, depth = np.nonzero(asked & (goal < np.log(path.shape[1] / limit) / UNIT))
     asked[row, depth] = _at_least(cost, best, row, goal[row, depth]) < limit
-    return _so_far(asked)
+    return so_far(asked)
 
 
 def numbers(lists: Lists, path: Array, own: Array, asked: Array, limit: int) -> tuple[Array, Array]:
@@ -66,7 +66,7 @@ def numbers(lists: Lists, path: Array, own: Array, asked: Array, limit: int) -> 
     return out, unknown
 
 
-def _so_far(ok: Array) -> Array:
+def so_far(ok: Array) -> Array:
     """Whether everything up to here is True, along the last axis."""
     return np.logical_and.accumulate(ok, axis=1)
 

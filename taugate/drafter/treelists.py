@@ -84,6 +84,13 @@ class Lists:
         """How many tokens of each `row` have a score above -`bound`, which is no less than -ROW / 2."""
         return np.searchsorted(self.keys, row * ROW + np.minimum(bound, ROW // 2 + 1)) - self.begin[row]
 
+    def places(self, row: Array, score: Array) -> tuple[Array, Array]:
+        """How many tokens of each `row` come before those of a listed score; and whether there is only one of these."""
+        key = row * ROW - score
+        first = np.searchsorted(self.keys, key)
+        after = np.append(self.keys, -1)[first + 1]  # keys are never negative
+        return first - self.begin[row], after != key
+
 
 def integers(logits: Array, total: Array) -> Array:
     """Scores (see `tree`) of logits, given log Σ exp."""
