@@ -178,6 +178,36 @@ def test_trees_from_logits_are_those_of_complete_lists(seed, vocabulary, spread,
         assert found.accepted[name].tolist() == np.logical_and.accumulate(ok, axis=1).sum(1).tolist()
 
 
+@settings(deadline=None, derandomize=True, max_examples=40, phases=[Phase.generate])
+@given(st.integers(0, 999), st.sampled_from([20, 128, 300]), st.sampled_from([1, 4, 16]))
+def test_the_ranks_that_no_tree_asks_for_are_exact(seed, vocabulary, ties):
+    """Flat slots, in which every tree ends early while the oracles of a wide beam go on; most logits have equals."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(10, 6, vocabulary, generator=generator).mul(ties).round().div(ties)
+    logits[::2, 3] = float("-inf")  # a pruned vocabulary, down to a few tokens
+    logits[::2, 3, 5:9] = 0.0
+    order = logits.sort(dim=-1, descending=True, stable=True).indices
+    ranks = torch.randint(0, min(vocabulary, 90), (10, 6), generator=generator)
+    truth = order.gather(-1, ranks[..., None])[..., 0]
+    names = ("chain", "topk-8", "topk-60", "topk-85", "ddtree-8")
+    found = judge(Drafts(logits, truth, torch.full((10,), 6)), [Verifier.parse(name) for name in names]).accepted
+    for name, size in (("chain", 1), ("topk-8", 8), ("topk-60", 60), ("topk-85", 85)):
+        wanted = np.logical_and.accumulate(ranks.numpy() < size, axis=1).sum(1)
+        assert found[name].tolist() == wanted.tolist(), name
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("vocabulary", [130, 256])
+def test_one_logit_that_is_not_finite_is_an_error(value, vocabulary):
+    """In any slot, also one that no candidate reaches."""
+    for token in (0, vocabulary - 1):
+        logits = torch.zeros(3, 4, vocabulary)
+        logits[2, 3, token] = value
+        truth = torch.full((3, 4), vocabulary - 2)
+        with pytest.raises(EvidenceError, match="not finite"):
+            judge(Drafts(logits, truth, torch.full((3,), 4)), VERIFIERS)
+
+
 def test_anchors_may_only_grow():
     """Blocks are written over context that no later anchor sees: to go back would read them as context."""
     model = tiny.drafter(KINDS["mixed"])

@@ -21,7 +21,7 @@ from taugate.drafter.treelists import Lists, integers
 
 Array = np.ndarray[Any, Any]
 
-SCRATCH = 2**22  # bytes of chances that are held at a time
+SCRATCH = 2**18  # bytes of chances at a time: more is memory that is given back and asked for anew at each batch
 SPREAD = 128  # groups of tokens that are equal modulo this: most of the best are the largest of their group
 GROUP = 32  # neighbouring tokens; of fewer, the largest takes torch ten times as long
 SLACK = 1e-4  # nats: what fp32 thresholds may be wrong by
