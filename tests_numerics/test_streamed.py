@@ -309,6 +309,19 @@ def test_a_token_outside_the_vocabulary_is_refused(hybrid):
         capture(hybrid, [[3, 64]], engine="streamed")
 
 
+def test_files_are_pinned_if_half_of_what_is_free_allows_or_they_lie_on_a_ram_disk(hybrid, monkeypatch):
+    import torch
+
+    from taugate.target import streamed
+
+    weights = sum(file.stat().st_size for file in hybrid.glob("*.safetensors"))
+    for ram, free, pinnable in ((True, 1000, True), (False, 1000, False), (False, 2 * weights, True)):
+        monkeypatch.setattr(streamed, "on_ram_disk", lambda file, ram=ram: ram)
+        monkeypatch.setattr(streamed.memory, "host_bytes", lambda free=free: free)
+        engine = streamed.Streamed(hybrid, "torch", torch.bfloat16, "cpu", [0], True, None)
+        assert engine._pinnable() is pinnable
+
+
 def test_code_that_decides_numbers_is_in_the_identity():
     """Every module that the forward goes through is hashed into the key of a state."""
     from pathlib import Path

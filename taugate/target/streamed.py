@@ -123,11 +123,14 @@ class Streamed:
             RECORDED.get(self.path, 1.0),
         )
         plan = fits(tables if self._pinned else 0)
-        if not self._pinned and self._evictable < HOST_SHARE * memory.host_bytes():
+        if not self._pinned and self._pinnable():
             plan = self._pin(plan, lambda: fits(tables))
         beside = context + memory.LAZY_KERNELS + plan.tables
         torch.cuda.set_per_process_memory_fraction(min(1.0, (limit - beside) / total))
         return plan
+
+    def _pinnable(self) -> bool:
+        return self._evictable < HOST_SHARE * memory.host_bytes()
 
     def _pin(self, plan: memory.Plan, pinned: Callable[[], memory.Plan]) -> memory.Plan:
         """Have the files pinned where that leaves the GPU the memory to work in the same way."""
