@@ -23,6 +23,7 @@ from fixtures.testhost.host import SERVICE, SystemdHost  # noqa: E402
 from taugate.host.host import connect  # noqa: E402
 from taugate.host.record import WindowSettings  # noqa: E402
 from taugate.host.window import Window  # noqa: E402
+from taugate.polling import poll  # noqa: E402
 
 LIMIT_S = 3.0
 JOB_S = 1.0
@@ -58,8 +59,7 @@ def own_times(host: SystemdHost, times: int = 3) -> tuple[float, float]:
         host.inside("systemctl", "stop", SERVICE)
         stopped = time.monotonic()
         host.inside("systemctl", "start", SERVICE)
-        while not host.serves():
-            time.sleep(0.02)
+        poll(host.serves, deadline=60, what="the server's first answer", interval=0.02)
         stops.append(stopped - begun)
         starts.append(time.monotonic() - stopped)
     return statistics.median(stops), statistics.median(starts)
