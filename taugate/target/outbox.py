@@ -108,9 +108,11 @@ class _Slot:
         self._there.synchronize()
         if not self._peak.isfinite():
             raise _not_finite(name, len(self._state))
-        # numpy asks for huge pages where a large array may have them: mapping small ones takes longer than the copy.
-        memory = torch.from_numpy(numpy.empty(self._state.numel(), numpy.int16)).view(torch.bfloat16)
-        return memory.view(self._state.shape).copy_(self._state)
+        # numpy asks for huge pages where a large array may have them: mapping small ones takes longer than the copy,
+        # which it makes without threads of its own; torch's would be as many again for each of the movers.
+        memory = numpy.empty(self._state.shape, numpy.int16)
+        numpy.copyto(memory, self._state.view(torch.int16).numpy())
+        return torch.from_numpy(memory).view(torch.bfloat16)
 
 
 def finite(name: str, state: Tensor) -> Tensor:

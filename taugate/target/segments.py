@@ -9,7 +9,10 @@ multiple of its 64, but it does round the carried state's use once more; equal p
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 SEGMENT = 1024
 # transformers runs a single cached token through another kernel than a chunk; a tail this short joins its neighbour.
@@ -47,3 +50,10 @@ def filled_cache(config: Any, length: int) -> Any:
 def cache_argument(forward: Any) -> str:
     """Name of a forward's argument for the cache: "cache" since transformers 5.2x, "past_key_values" before."""
     return "cache" if "cache" in inspect.signature(forward).parameters else "past_key_values"
+
+
+def joined(pieces: list[Tensor]) -> Tensor:
+    """[1, S, H] of the states of a sequence's segments; a single one as it is, without a copy."""
+    import torch
+
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)

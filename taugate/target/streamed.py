@@ -25,7 +25,7 @@ from taugate.target.loading import Loader, Loading, aligned_bytes, views
 from taugate.target.outbox import SLOTS, Outbox
 from taugate.target.pages import on_ram_disk
 from taugate.target.progress import LayerDone, SequenceDone
-from taugate.target.segments import new_cache, segments
+from taugate.target.segments import joined, new_cache, segments
 from taugate.target.skeleton import Skeleton, empty, fill, forward_dtypes
 from taugate.target.store import FINAL_HIDDEN, tap_name
 from taugate.target.waiting import Waiting
@@ -150,8 +150,8 @@ class Streamed:
         count = min(self.plan.buffers if self.plan else 2, depth)
         buffers, lanes = self._places(count, list(map(len, sequences)))
         fresh = [torch.cuda.current_stream().record_event()] if lanes.streams else []
-        under_way = {layer: self._start(layer, buffers[layer], fresh) for layer in range(count)}
         waiting = self._waiting(sequences, lanes)
+        under_way = {layer: self._start(layer, buffers[layer], fresh) for layer in range(count)}
         self._outbox.clear()
         for layer in range(depth):
             loading, weights = under_way.pop(layer)
@@ -194,6 +194,8 @@ class Streamed:
                 self._calls(len(ids))
         if lanes.streams:
             lanes.wait(torch.cuda.current_stream().record_event())
+        a_layer = self._sizes[0] // (self.skeleton.config.hidden_size * self.skeleton.dtype.itemsize)
+        waiting.begin(lanes, [len(ids) for ids in sequences], a_layer)
         return waiting
 
     def _start(self, layer: int, buffer: Tensor, after: list[Any]) -> tuple[Loading, dict[str, Tensor]]:
@@ -234,15 +236,13 @@ class Streamed:
 
     def _through(self, layer: int, module: Any, hidden: Tensor) -> Tensor:
         """One prompt [1, S, H] through one layer, segment by segment."""
-        import torch
-
         calls = self._calls(hidden.shape[1])
         cache = new_cache(self.skeleton.config) if len(calls) > 1 else None
         out = []
         for begin, end, of_layer in calls:
             done = module(hidden[:, begin:end], **self.skeleton.with_cache(of_layer[layer], cache))
             out.append(done[0] if isinstance(done, tuple) else done)
-        return out[0] if len(out) == 1 else torch.cat(out, dim=1)
+        return joined(out)
 
     def _norm(self, waiting: Waiting, indices: list[int], lanes: Lanes) -> None:
         """The final norm over every prompt."""
@@ -256,4 +256,4 @@ class Streamed:
             with torch.inference_mode(), lanes.of(place):
                 hidden = waiting.take(place)
                 normed = [self.skeleton.norm(hidden[:, begin:end]) for begin, end in segments(hidden.shape[1])]
-                self._outbox.put(index, FINAL_HIDDEN, torch.cat(normed, dim=1))
+                self._outbox.put(index, FINAL_HIDDEN, joined(normed))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from taugate.target.lanes import Lanes
 
 
 class Waiting:
@@ -19,6 +21,21 @@ class Waiting:
         self.device, self.moves = device, device != "cpu" and where == "host"
         self._embedded = embedded
         self.hidden: list[Tensor | None] = [None] * count
+
+    def begin(self, lanes: Lanes, lengths: Sequence[int], room: int) -> None:
+        """Embed the first prompts, `room` tokens at most, where prompts wait on the GPU.
+
+        It is best done before layers are on their way, since a copy waits for all that was queued before it; and not
+        for all of a large number of prompts, or the layers would wait for them.
+        """
+        import torch
+
+        for place, length in enumerate(() if self.moves else lengths):
+            room -= length
+            if room < 0:
+                return
+            with torch.inference_mode(), lanes.of(place):
+                self.hidden[place] = self._embedded(place)
 
     def take(self, place: int) -> Tensor:
         """The states of the prompt at `place`, on the device in the current stream."""
