@@ -25,7 +25,7 @@ import triton.language as tl
 from triton.runtime.interpreter import TensorHandle
 from taugate.numerics import interpreter
 interpreter.install()
-from taugate.target import fused_kernels as kernels
+from taugate.target import fused_attention, fused_kernels as kernels
 
 def once(function):
     def rounded(x):
@@ -34,7 +34,7 @@ def once(function):
     return rounded
 
 np.seterr(all="ignore")
-kernels.libdevice = SimpleNamespace(exp=once(np.exp), log1p=once(np.log1p))
+kernels.libdevice = fused_attention.libdevice = SimpleNamespace(exp=once(np.exp), log1p=once(np.log1p))
 torch.manual_seed(0)
 found = {}
 
@@ -121,8 +121,14 @@ for turned in (64, 256):
     cos, sin = torch.randn(2, 1, 20, turned).bfloat16()
     first, second = q[..., : turned // 2], q[..., turned // 2 : turned]
     want = q[..., :turned] * cos + torch.cat([-second, first], -1) * sin
-    got = kernels.rotary(q, cos, sin)
+    got = fused_attention.rotary(q, cos, sin)
     compare(f"rotary {turned}", got, torch.cat([want, q[..., turned:]], -1))
+
+gate = torch.randn(1, 20, 3, 512).bfloat16()[..., 256:]  # beside the queries, as it lies in one product
+for out in (q, q.contiguous()):
+    want = out.transpose(1, 2).float() * (1 / (1 + exp(-gate.float()))).bfloat16().float()
+    compare("gated", fused_attention.gated(out, gate), want.bfloat16())
+found["gated contiguous"] = fused_attention.gated(q, gate).is_contiguous()
 print(json.dumps(found))
 """
 
@@ -142,7 +148,7 @@ def test_kernels_give_the_bits_of_the_arithmetic_written_out():
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout.splitlines()[-1])
     assert [name for name, same in found.items() if not same] == []
-    assert len(found) == 4 + 1 + 2 + 1 + 3 + 2 + 2
+    assert len(found) == 4 + 1 + 2 + 1 + 3 + 2 + 2 + 2
 
 
 @pytest.fixture
@@ -310,9 +316,10 @@ def test_every_class_and_function_is_restored(model_type):
             assert functions(model_type) == on_path
     assert functions(model_type) == before
     changed = {name.removesuffix(".forward") for name in within if within[name] is not on_path[name]}
-    for ending in ("RMSNorm", "RMSNormGated", "MLP", "GatedDeltaNet", "causal_conv1d_fn", "apply_rotary_pos_emb"):
+    kinds = ("RMSNorm", "RMSNormGated", "MLP", "GatedDeltaNet", "Attention", "causal_conv1d_fn", "apply_rotary_pos_emb")
+    for ending in kinds:
         assert sum(name.endswith(ending) for name in changed) == 1, ending
-    assert len(changed) == 6, "nothing of the vision part"
+    assert len(changed) == 7, "nothing of the vision part"
 
 
 def test_a_target_without_such_layers_is_left_alone():

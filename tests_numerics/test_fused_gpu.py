@@ -12,7 +12,7 @@ pytestmark = [
     pytest.mark.skipif(shutil.which("nvidia-smi") is None, reason="this machine has no GPU"),
     pytest.mark.filterwarnings("ignore"),  # those of torch and Triton about the machine at hand
 ]
-KINDS = {"norm", "gated norm", "MLP", "convolution", "rotary", "gated delta net"}
+KINDS = {"norm", "gated norm", "MLP", "convolution", "rotary", "attention", "gated delta net"}
 
 
 @pytest.fixture(scope="module")
@@ -158,13 +158,26 @@ def test_convolution_of_16_to_130_tokens(draw):
 @pytest.mark.parametrize("tokens", [1, 20, 1000])
 def test_rotary(tokens, draw, modeling):
     """64 of 256 elements are turned; attention gets what it got, in the same layout."""
-    from taugate.target import fused_kernels
+    from taugate.target import fused_attention
 
     q, k = (draw(1, tokens, heads, 256).transpose(1, 2) for heads in (24, 4))
     cos, sin = (draw(1, tokens, 64).clamp(-1, 1) for _ in range(2))
     for x, expected in zip((q, k), modeling.apply_rotary_pos_emb(q, k, cos, sin), strict=True):
-        found = fused_kernels.rotary(x, cos, sin)
+        found = fused_attention.rotary(x, cos, sin)
         assert differing(found, expected) == 0 and found.stride() == expected.stride()
+
+
+def test_gate_of_every_value(every, draw):
+    """As gates lie beside the queries; the attention's output as its heads or its tokens lie together."""
+    import torch
+
+    from taugate.target import fused_attention
+
+    gate = torch.cat([draw(1, 64, 4, 256), every.view(1, 64, 4, 256)], -1)[..., 256:]
+    for out in (draw(1, 4, 64, 256), draw(1, 64, 4, 256).transpose(1, 2)):
+        expected = out.transpose(1, 2) * gate.sigmoid()
+        found = fused_attention.gated(out, gate)
+        assert differing(found, expected) == 0 and found.is_contiguous()
 
 
 def one_buffer(first, second):

@@ -36,9 +36,14 @@ def graphs(monkeypatch):
 
 def replays(factor):
     def work(graphs):
-        graphs._place.copy_(graphs._place * factor())
+        for recorded in graphs._recorded.values():
+            recorded.out.copy_(recorded.given * factor())
 
     return work
+
+
+def storage(tensor):
+    return tensor.untyped_storage().data_ptr()
 
 
 def test_a_graph_is_used_alone_after_two_layers_agreed(graphs):
@@ -61,17 +66,45 @@ def test_a_graph_is_used_alone_after_two_layers_agreed(graphs):
 def test_prompts_of_all_lengths_share_one_place_and_longer_ones_run_eagerly(graphs):
     """A place for each length would take as much memory as all prompts together, which no plan counts."""
     lane, made = graphs
-    made["work"] = lambda graphs: None
     storages = set()
     for length in (3, 50, 7, 51):
         states = torch.ones(1, length, 2)
         for _ in range(3):
-            made["work"] = lambda graphs, n=length: graphs._place[: 2 * n].mul_(2)
+            made["work"] = lambda graphs, n=length: graphs._recorded[n].out.copy_(2 * graphs._recorded[n].given)
             assert torch.equal(lane.run(length, lambda given: given * 2, states), 2 * states)
         recorded = lane._recorded.get(length)
         assert (recorded is None) == (length == 51), "102 elements are more than the room of 100"
-        storages |= {recorded.place.untyped_storage().data_ptr()} if recorded else set()
+        storages |= {storage(recorded.given)} if recorded else set()
     assert len(storages) == 1 and lane.count == 3 and not lane.refused
+
+
+def test_what_comes_out_stays_where_it_is_as_long_as_the_plan_has_room_for_it(graphs):
+    """Three times the room of 100; what comes after goes to the place of what was given."""
+    lane, made = graphs
+    kept = []
+    for length in (50, 45, 40, 20, 15, 4):
+        made["work"] = lambda graphs, n=length: graphs._recorded[n].out.copy_(2 * graphs._recorded[n].given)
+        for value in range(5):
+            states = torch.full((1, length, 2), float(value))
+            found = lane.run(length, lambda given: given * 2, states)
+            assert torch.equal(found, 2 * states) and torch.equal(states, torch.full((1, length, 2), float(value)))
+            assert storage(found) != storage(lane._recorded[length].out) if length in lane._recorded else True
+        kept.append(storage(lane._recorded[length].out) != storage(lane._place))
+    assert kept == [True, True, True, False, True, False], "100 + 90 + 80 + 30 are all of 300"
+    assert not lane.refused
+
+
+def test_bits_are_copied_whatever_they_are():
+    """Signed zeros, subnormals, infinities and each NaN, of both widths."""
+    from taugate.target.graphs import _copy
+
+    bits = torch.arange(-(2**15), 2**15).to(torch.int16)
+    for dtype in (torch.bfloat16, torch.float32):
+        states = bits.view(1, 64, 1024).view(dtype)
+        for state in (states, states.transpose(1, 2)):
+            there = torch.zeros(state.shape, dtype=dtype)
+            assert _copy(state, there) is there
+            assert torch.equal(there.view(torch.int16), state.contiguous().view(torch.int16))
 
 
 def test_lanes_are_made_anew_for_longer_prompts_and_where_graphs_have_no_room():

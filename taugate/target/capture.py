@@ -22,8 +22,8 @@ __all__ = ["Capture", "LayerDone", "SequenceDone", "code_sha256", "pick_device"]
 ENGINES = ("auto", "resident", "streamed")
 # What decides the numbers of a state. A change here makes old states unusable, which is the point.
 _DECIDING = """
-embedding fused fused_forwards fused_kernels graphs implementations kernels lanes layout loading pages resident segments
-shards skeleton streamed waiting
+embedding fused fused_attention fused_forwards fused_kernels graphs implementations kernels lanes layout loading pages
+resident segments shards skeleton streamed waiting
 """
 CODE = tuple(f"target/{name}.py" for name in _DECIDING.split())
 

@@ -15,10 +15,10 @@ from torch.nn.functional import linear
 
 from taugate.target import fused_kernels as kernels
 from taugate.target.fused import Fused
+from taugate.target.fused_attention import ROTARY, attention_wrapper, rotary_wrapper
 from taugate.target.kernels import CONVOLUTION, DELTA_RULE, count_call
 
 Forward = Callable[..., Any]
-_ROTARY = "apply_rotary_pos_emb"
 _STATES = ("cache", "cache_params", "attention_mask", "cu_seq_lens_q")
 # Of the gated delta net: order of sums, whether the wide products are joined, and whether the narrow ones are.
 _WAYS = [(order, *joined) for joined in ((True, True), (True, False), (False, False)) for order in kernels.ORDERS]
@@ -28,11 +28,12 @@ def wrappers(fused: Fused, module: Any) -> Iterator[tuple[Any, str, Callable[[Fo
     """(owner, attribute, wrapper of what is there) of everything in the modeling module that `fused` can serve."""
     if hasattr(module, CONVOLUTION[0]):
         yield module, CONVOLUTION[0], lambda own: _convolution(fused, own)
-    if hasattr(module, _ROTARY):
-        yield module, _ROTARY, lambda own: _rotary(fused, own)
+    if hasattr(module, ROTARY):
+        yield module, ROTARY, lambda own: rotary_wrapper(fused, own)
     by_ending = {
         "RMSNorm": _norm, "RMSNormGated": _gated_norm, "MLP": _mlp,
         "GatedDeltaNet": lambda fused, own: _delta_net(fused, own, module),
+        "Attention": lambda fused, own: attention_wrapper(fused, own, module),
     }  # fmt: skip
     for name, cls in list(vars(module).items()):
         for ending, wrapper in by_ending.items():
@@ -99,21 +100,6 @@ def _convolution(fused: Fused, own: Forward) -> Forward:
         )
 
     return convolution
-
-
-def _rotary(fused: Fused, own: Forward) -> Forward:
-    def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **given: Any) -> tuple[Tensor, Tensor]:
-        spaced = all(_on_gpu(x) and x.stride(-1) == 1 and not x.stride(1) % 16 and not x.stride(2) % 16 for x in (q, k))
-        usual = not args and not given and q.shape[0] == 1 and q.shape[-1].bit_count() == 1
-        if not (usual and spaced and _fits(cos) and _fits(sin) and cos.shape == sin.shape):
-            return own(q, k, cos, sin, *args, **given)
-        key = (tuple(q.shape), tuple(k.shape), q.stride(), k.stride(), tuple(cos.shape))
-        return fused.call(
-            "rotary", key, lambda _: (kernels.rotary(q, cos, sin), kernels.rotary(k, cos, sin)),
-            lambda: own(q, k, cos, sin), (None,),
-        )  # fmt: skip
-
-    return rotary
 
 
 def _delta_net(fused: Fused, own: Forward, module: Any) -> Forward:

@@ -145,30 +145,7 @@ def _gates_kernel(a, b, a_log, dt_bias, decay, beta, count, heads, stride, BLOCK
     tl.store(beta + at, tl.div_rn(1.0, 1.0 + libdevice.exp(-z)).to(tl.bfloat16), there)
 
 
-@triton.jit(do_not_specialize=["tokens", "rows", "token_stride", "head_stride"])
-def _rotary_kernel(
-    x, cos, sin, out, tokens, rows, token_stride, head_stride,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr, TURNED: tl.constexpr,
-):  # fmt: skip
-    token_stride = token_stride // 16 * 16  # as above
-    head_stride = head_stride // 16 * 16
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
-    column = tl.arange(0, WIDTH)[None, :]
-    there = (row < rows) & (column < WIDTH)
-    token = row % tokens
-    begin = x + token.to(tl.int64) * token_stride + (row // tokens).to(tl.int64) * head_stride
-    value = tl.load(begin + column, there, 0.0)
-    half = TURNED // 2
-    turns = there & (column < TURNED)
-    partner = tl.load(begin + tl.where(column < half, column + half, column - half), turns, 0.0).to(tl.float32)
-    partner = tl.where(column < half, -partner, partner)
-    at = token * TURNED + column
-    one = (value.to(tl.float32) * tl.load(cos + at, turns, 0.0).to(tl.float32)).to(tl.bfloat16).to(tl.float32)
-    other = (partner * tl.load(sin + at, turns, 0.0).to(tl.float32)).to(tl.bfloat16).to(tl.float32)
-    tl.store(out + row.to(tl.int64) * WIDTH + column, tl.where(turns, (one + other).to(tl.bfloat16), value), there)
-
-
-def _on_its_device(function: Callable[..., Result]) -> Callable[..., Result]:
+def on_its_device(function: Callable[..., Result]) -> Callable[..., Result]:
     """Launch where the first argument is: Triton launches on the current device, wherever its tensors are."""
 
     @functools.wraps(function)
@@ -179,7 +156,7 @@ def _on_its_device(function: Callable[..., Result]) -> Callable[..., Result]:
     return there
 
 
-@_on_its_device
+@on_its_device
 def rms_norm(x: Tensor, weight: Tensor, eps: float, order: Order, gate: Tensor | None = None) -> Tensor:
     """The RMS norm of x [..., N] in bfloat16 over its last dimension, a multiple of 128; rows evenly spaced, by a
     multiple of 16 elements.
@@ -199,7 +176,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, order: Order, gate: Tensor |
     return out
 
 
-@_on_its_device
+@on_its_device
 def silu_product(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate)·up of two bfloat16 tensors [..., N] with the same spacing of rows, silu rounded in between.
 
@@ -211,7 +188,7 @@ def silu_product(gate: Tensor, up: Tensor) -> Tensor:
     return out
 
 
-@_on_its_device
+@on_its_device
 def convolution(x: Tensor, weight: Tensor, first: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     """silu of the causal depthwise convolution of x [tokens, channels] with weight [channels, 4], in bfloat16: its
     first `first` channels, as many again, and the rest, each contiguous.
@@ -228,7 +205,7 @@ def convolution(x: Tensor, weight: Tensor, first: int = 0) -> tuple[Tensor, Tens
     return queries.view(tokens, first), keys.view(tokens, first), values.view(tokens, channels - 2 * first)
 
 
-@_on_its_device
+@on_its_device
 def gates(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
     """The log decay -exp(a_log)·softplus(a + dt_bias) in float32, beta = sigmoid(b) in bfloat16; [..., heads] each.
 
@@ -240,18 +217,3 @@ def gates(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor,
         num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     return decay, beta
-
-
-@_on_its_device
-def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [1, heads, tokens, N] in bfloat16 with its first R elements turned by contiguous cos and sin [1, tokens, R].
-
-    N is a power of two, the strides of heads and tokens are multiples of 16; the result is contiguous.
-    """
-    _, heads, tokens, width = x.shape
-    out, rows = x.new_empty(x.shape), heads * tokens
-    _rotary_kernel[(triton.cdiv(rows, 8),)](
-        x, cos, sin, out, tokens, rows, x.stride(2), x.stride(1), 8, width, cos.shape[-1],
-        num_warps=4, enable_fp_fusion=False,
-    )  # fmt: skip
-    return out

@@ -19,13 +19,15 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _MOST = 512  # graphs; each holds some hundred KiB
+OUTPUTS = 3  # of the largest state's size that stay in the graphs' memory, so that they are copied once less
 _CHECKS = 2  # times that a graph has to equal the eager call
 
 
 @dataclass
 class _Recorded:
     graph: Any
-    place: Tensor  # of what is given, and then of what comes out
+    given: Tensor
+    out: Tensor  # the place of what is given, too, where there is no room for another
     calls: Calls
     checked: int = 0
 
@@ -42,6 +44,7 @@ class Graphs:
         self.refused = ""  # why recording was given up; everything runs eagerly then
         self._seen: set[Hashable] = set()
         self._place: Tensor | None = None
+        self._left = OUTPUTS * room
         import torch
 
         self._pool = torch.cuda.graph_pool_handle()
@@ -60,17 +63,17 @@ class Graphs:
         if recorded is None:
             self._seen.add(key)
             return layer(hidden)
-        _copy(hidden, recorded.place)
+        _copy(hidden, recorded.given)
         recorded.graph.replay()
         if recorded.checked < _CHECKS:
             return self._checked(recorded, layer(hidden))
         count_again(recorded.calls)
-        return _copy(recorded.place, torch.empty_like(recorded.place))
+        return _copy(recorded.out, torch.empty_like(recorded.out))
 
     def _checked(self, recorded: _Recorded, eager: Tensor) -> Tensor:
         import torch
 
-        if torch.equal(recorded.place, eager):
+        if torch.equal(recorded.out, eager):
             recorded.checked += 1
         else:
             self.refused = "a replayed layer differed from the eager call"
@@ -90,7 +93,9 @@ class Graphs:
                 # Not by torch.cuda.graph, which waits for the whole GPU. thread_local: other threads copy meanwhile.
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 try:
-                    _copy(layer(place), place)
+                    out = layer(place)
+                    if out.numel() > self._left or not out.is_contiguous():
+                        out = _copy(out, place)
                 finally:
                     graph.capture_end()
         except torch.OutOfMemoryError:
@@ -98,7 +103,8 @@ class Graphs:
         except RuntimeError as error:
             self.refused = str(error).splitlines()[0]
             return None
-        self._recorded[key] = _Recorded(graph, place, calls)
+        self._left -= out.numel() if out is not place else 0
+        self._recorded[key] = _Recorded(graph, place, out, calls)
         return self._recorded[key]
 
     @property

@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 
 CHUNK = 16 << 20
 SLOTS = 6  # of the ring, for a GPU; one is enough for a CPU, whose copies are over when they return
+# Copies of pinned chunks that are queued at a time. The GPU serves its copies in the order in which they were queued,
+# whatever the stream: a prompt's would wait for a whole layer's.
+_QUEUED = 3
 _PINNERS = 4
 ALIGNMENT = 512  # of a tensor in a layer's buffer, as the CUDA allocator aligns: libraries choose kernels by alignment
 _NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
@@ -91,6 +94,7 @@ class Loader:
         slots = [torch.empty(CHUNK, dtype=torch.uint8, pin_memory=self.cuda) for _ in range(SLOTS if self.cuda else 1)]
         copied = [torch.cuda.Event(blocking=True) if self.cuda else None for _ in slots]
         self._ring = itertools.cycle(zip(slots, copied, strict=True))
+        self._queued = itertools.cycle(torch.cuda.Event(blocking=True) for _ in range(_QUEUED if self.cuda else 0))
         weakref.finalize(self, _close, (self._copier, self._adviser, self._pinners), self._files)
 
     def start(self, tensors: Mapping[str, Stored], destinations: Mapping[str, Tensor], after: Any = ()) -> Loading:
@@ -118,7 +122,10 @@ class Loader:
             for file, offset, count, dtype, destination in parts:
                 mapped, kind = self._open(file), torch_dtype(dtype)
                 if mapped.pinned(offset, count) and kind == destination.dtype and offset % kind.itemsize == 0:
+                    before = next(self._queued)
+                    before.synchronize()
                     destination.copy_(mapped.bytes(offset, count).view(kind), non_blocking=True)
+                    before.record()
                     continue
                 slot, copied = next(self._ring)
                 if copied is not None:

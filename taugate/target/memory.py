@@ -74,21 +74,21 @@ def parse_limit(value: int | str | None) -> int | None:
 
 def plan_streaming(
     limit: int, context: int, layer: int, scratch: int, waiting: int, moving: int, reason: str, recorded: float = 1.0,
-    tables: int = 0,
+    outputs: int = 0, tables: int = 0,
 ) -> Plan:  # fmt: skip
     """The fastest plan within `limit` bytes: two layer buffers before one, then recorded launches, then two lanes.
 
     layer: bytes of the largest layer; scratch: of one segment's forward; waiting: of all prompts' hidden states;
-    moving: of the states of one prompt that are in use at a time; reason: what sets the limit; tables: of pinned files,
-    see `page_tables`; recorded: scratch of recorded launches, which have memory of their own, as a part of that of
-    eager calls. Raises GpuMemoryError naming the least that would do.
+    moving: of the states of one prompt that are in use at a time; reason: what sets the limit; recorded: scratch of
+    recorded launches, which have memory of their own, as a part of that of eager calls; outputs: of the states that
+    they keep; tables: of pinned files, see `page_tables`. Raises GpuMemoryError naming the least that would do.
     """
     context += LAZY_KERNELS
     for buffers, lanes, graphs, where in (
         (2, 2, True, "gpu"), (2, 2, True, "host"), (2, 1, True, "gpu"), (2, 1, True, "host"),
         (2, 1, False, "gpu"), (2, 1, False, "host"), (1, 1, False, "gpu"), (1, 1, False, "host"),
     ):  # fmt: skip
-        activations = lanes * moving + (waiting if where == "gpu" else 0)
+        activations = lanes * (moving + (outputs if graphs else 0)) + (waiting if where == "gpu" else 0)
         needed = lanes * (scratch + (int(recorded * scratch) if graphs else 0) + WORKSPACE)
         plan = Plan(buffers, lanes, graphs, where, context, buffers * layer, needed, activations, tables)
         if plan.total <= limit:

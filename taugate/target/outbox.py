@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 SLOTS = 3  # states that may wait for their copy at a time; each holds its GPU memory until then
-_PINNED = 12  # states that may be in pinned memory at a time; it is taken as it is needed
+PINNED = 12  # states that may be in pinned memory at a time; it is taken as it is needed
 _MOVERS = 8  # a new state's pages have to be mapped, which takes a thread longer than the copy over the bus
 
 
@@ -32,7 +32,7 @@ class Outbox:
         self.stream = torch.cuda.Stream() if self.cuda else None
         self._copies: deque[Any] = deque()  # CUDA events
         self._slots: queue.LifoQueue[_Slot] = queue.LifoQueue()  # those in use first, so that few take memory
-        for _ in range(_PINNED if self.cuda else 0):
+        for _ in range(PINNED if self.cuda else 0):
             self._slots.put(_Slot())
         self._pool = ThreadPoolExecutor(_MOVERS, thread_name_prefix="outbox")
         self._states: dict[int, dict[str, Future[Tensor]]] = defaultdict(dict)
@@ -42,8 +42,11 @@ class Outbox:
         """Forget the states of a pass that was given up."""
         self._states.clear()
 
-    def put(self, index: int, name: str, state: Tensor) -> None:
-        """Copy a state that the current stream is about to finish; it must not be overwritten afterwards."""
+    def put(self, index: int, name: str, state: Tensor, slots: int = SLOTS) -> None:
+        """Copy a state that the current stream is about to finish; it must not be overwritten afterwards.
+
+        slots: how many states may wait for their copy, this one included.
+        """
         import torch
 
         if self.stream is None:
@@ -51,7 +54,7 @@ class Outbox:
             done.set_result(finite(name, state[0].to(torch.bfloat16, copy=True)).contiguous())
             self._states[index][name] = done
             return
-        while len(self._copies) >= SLOTS:
+        while len(self._copies) >= slots:
             self._copies.popleft().synchronize()
         slot = self._slots.get()
         try:

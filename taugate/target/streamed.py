@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any
 from taugate.errors import GpuMemoryError
 from taugate.target import memory
 from taugate.target.embedding import Embedding
-from taugate.target.graphs import Graphs
+from taugate.target.graphs import OUTPUTS, Graphs
 from taugate.target.kernels import enter_layer
 from taugate.target.lanes import Lanes
 from taugate.target.loading import Loader, Loading, aligned_bytes, views
-from taugate.target.outbox import SLOTS, Outbox
+from taugate.target.outbox import PINNED, SLOTS, Outbox
 from taugate.target.pages import on_ram_disk
 from taugate.target.progress import LayerDone, SequenceDone
 from taugate.target.segments import joined, new_cache, segments
@@ -121,10 +121,11 @@ class Streamed:
             (5 + SLOTS) * longest * state,
             reason,
             RECORDED.get(self.path, 1.0),
+            OUTPUTS * longest * state,
         )
-        plan = fits(tables if self._pinned else 0)
+        plan = fits(tables=tables if self._pinned else 0)
         if not self._pinned and self._pinnable():
-            plan = self._pin(plan, lambda: fits(tables))
+            plan = self._pin(plan, lambda: fits(tables=tables))
         beside = context + memory.LAZY_KERNELS + plan.tables
         torch.cuda.set_per_process_memory_fraction(min(1.0, (limit - beside) / total))
         return plan
@@ -150,8 +151,8 @@ class Streamed:
         count = min(self.plan.buffers if self.plan else 2, depth)
         buffers, lanes = self._places(count, list(map(len, sequences)))
         fresh = [torch.cuda.current_stream().record_event()] if lanes.streams else []
-        waiting = self._waiting(sequences, lanes)
         under_way = {layer: self._start(layer, buffers[layer], fresh) for layer in range(count)}
+        waiting = self._waiting(sequences, lanes)
         self._outbox.clear()
         for layer in range(depth):
             loading, weights = under_way.pop(layer)
@@ -252,8 +253,10 @@ class Streamed:
         weights = {"weight": torch.empty(stored["weight"].shape, dtype=self.skeleton.dtype, device=self.device)}
         lanes.wait(self._loader.start(stored, weights).arrive())
         fill(self.skeleton.norm, weights)
+        # Where prompts wait on the GPU each normed one has the memory of one that waited.
+        slots = SLOTS if waiting.moves else PINNED
         for place, index in enumerate(indices):
             with torch.inference_mode(), lanes.of(place):
-                hidden = waiting.take(place)
+                hidden = waiting.last(place)
                 normed = [self.skeleton.norm(hidden[:, begin:end]) for begin, end in segments(hidden.shape[1])]
-                self._outbox.put(index, FINAL_HIDDEN, joined(normed))
+                self._outbox.put(index, FINAL_HIDDEN, joined(normed), slots)

@@ -25,8 +25,7 @@ class Waiting:
     def begin(self, lanes: Lanes, lengths: Sequence[int], room: int) -> None:
         """Embed the first prompts, `room` tokens at most, where prompts wait on the GPU.
 
-        It is best done before layers are on their way, since a copy waits for all that was queued before it; and not
-        for all of a large number of prompts, or the layers would wait for them.
+        It is best done while the first layer is on its way: later, its copy stands between two prompts' products.
         """
         import torch
 
@@ -43,6 +42,11 @@ class Waiting:
         if hidden is None:
             return self._embedded(place)
         return hidden.to(self.device, non_blocking=True) if self.moves else hidden
+
+    def last(self, place: int) -> Tensor:
+        """The same for good: nothing is kept of it."""
+        hidden, self.hidden[place] = self.take(place), None
+        return hidden
 
     def put(self, place: int, state: Tensor) -> None:
         """Keep the states that the current stream is about to finish."""
