@@ -234,6 +234,27 @@ def test_what_is_pinned_arrives_as_what_is_not(loader, checkpoint, cuda):
     assert len(cuda.registered) == 20
 
 
+def test_other_steps_have_their_turn_between_chunks_and_their_errors_arrive(loader, checkpoint, cuda):
+    """Of few steps all, of many one for three chunks, while the data arrives as ever; one that fails is not lost."""
+    import torch
+
+    (tensors, _), there = checkpoint, {}
+    for count, taken in ((2, 2), (99, len([c for s in tensors.values() for c in loading._chunks(s)]) // 3)):
+        there = {key: torch.zeros(stored.shape, dtype=torch.bfloat16) for key, stored in tensors.items()}
+        steps = iter(range(count))
+        loader.start(tensors, there, meanwhile=steps).arrive()
+        assert count - len(list(steps)) == taken
+        whole = b"".join(there[key].view(torch.uint8).numpy().tobytes() for key in tensors)
+        assert whole == next(iter(tensors.values())).pieces[0].file.read_bytes()
+
+    def fails():
+        yield
+        raise CheckpointError("a step failed")
+
+    with pytest.raises(CheckpointError, match="a step failed"):
+        loader.start(tensors, there, meanwhile=fails()).arrive()
+
+
 def test_what_was_pinned_is_given_back_with_the_loader(checkpoint, cuda):
     loader = loading.Loader("cpu")
     loader.pin(checkpoint)

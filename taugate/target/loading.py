@@ -30,9 +30,7 @@ if TYPE_CHECKING:
 
 CHUNK = 16 << 20
 SLOTS = 6  # of the ring, for a GPU; one is enough for a CPU, whose copies are over when they return
-# Copies of pinned chunks that are queued at a time. The GPU serves its copies in the order in which they were queued,
-# whatever the stream: a prompt's would wait for a whole layer's.
-_QUEUED = 3
+_STEP = 3  # chunks that are queued before something else has its turn
 _PINNERS = 4
 ALIGNMENT = 512  # of a tensor in a layer's buffer, as the CUDA allocator aligns: libraries choose kernels by alignment
 _NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
@@ -94,14 +92,17 @@ class Loader:
         slots = [torch.empty(CHUNK, dtype=torch.uint8, pin_memory=self.cuda) for _ in range(SLOTS if self.cuda else 1)]
         copied = [torch.cuda.Event(blocking=True) if self.cuda else None for _ in slots]
         self._ring = itertools.cycle(zip(slots, copied, strict=True))
-        self._queued = itertools.cycle(torch.cuda.Event(blocking=True) for _ in range(_QUEUED if self.cuda else 0))
         weakref.finalize(self, _close, (self._copier, self._adviser, self._pinners), self._files)
 
-    def start(self, tensors: Mapping[str, Stored], destinations: Mapping[str, Tensor], after: Any = ()) -> Loading:
+    def start(
+        self, tensors: Mapping[str, Stored], destinations: Mapping[str, Tensor], after: Any = (),
+        meanwhile: Iterator[object] | None = None,
+    ) -> Loading:  # fmt: skip
         """Begin to fill `destinations` (contiguous, by the same keys), converting where dtypes differ.
 
         after: CUDA events that have to have happened before the destinations may be overwritten. What was started
-        before is copied before.
+        before is copied before. meanwhile: steps with copies of their own, taken between those of the chunks as long as
+        there are some; for the GPU serves copies in the order in which they were queued, whatever their streams.
         """
         parts = []
         for key, stored in tensors.items():
@@ -111,21 +112,20 @@ class Loader:
                 parts.append((file, offset, count, stored.dtype, flat[begin : begin + elements]))
                 begin += elements
         self._adviser.submit(self._read_ahead, parts)
-        return Loading(self._copier.submit(self._copy, parts, after), self.stream)
+        return Loading(self._copier.submit(self._copy, parts, after, meanwhile), self.stream)
 
-    def _copy(self, parts: list[_Part], after: Any) -> None:
+    def _copy(self, parts: list[_Part], after: Any, meanwhile: Iterator[object] | None) -> None:
         import torch
 
         with torch.inference_mode(), torch.cuda.stream(self.stream) if self.cuda else nullcontext():
             for event in after:
                 self.stream.wait_event(event)
-            for file, offset, count, dtype, destination in parts:
+            for number, (file, offset, count, dtype, destination) in enumerate(parts, 1):
+                if meanwhile is not None and number % _STEP == 0:
+                    next(meanwhile, None)
                 mapped, kind = self._open(file), torch_dtype(dtype)
                 if mapped.pinned(offset, count) and kind == destination.dtype and offset % kind.itemsize == 0:
-                    before = next(self._queued)
-                    before.synchronize()
                     destination.copy_(mapped.bytes(offset, count).view(kind), non_blocking=True)
-                    before.record()
                     continue
                 slot, copied = next(self._ring)
                 if copied is not None:

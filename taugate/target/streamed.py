@@ -151,8 +151,9 @@ class Streamed:
         count = min(self.plan.buffers if self.plan else 2, depth)
         buffers, lanes = self._places(count, list(map(len, sequences)))
         fresh = [torch.cuda.current_stream().record_event()] if lanes.streams else []
-        under_way = {layer: self._start(layer, buffers[layer], fresh) for layer in range(count)}
         waiting = self._waiting(sequences, lanes)
+        under_way = {0: self._start(0, buffers[0], fresh, waiting.embed_ahead(lanes))}
+        under_way |= {layer: self._start(layer, buffers[layer], fresh) for layer in range(1, count)}
         self._outbox.clear()
         for layer in range(depth):
             loading, weights = under_way.pop(layer)
@@ -195,13 +196,13 @@ class Streamed:
                 self._calls(len(ids))
         if lanes.streams:
             lanes.wait(torch.cuda.current_stream().record_event())
-        a_layer = self._sizes[0] // (self.skeleton.config.hidden_size * self.skeleton.dtype.itemsize)
-        waiting.begin(lanes, [len(ids) for ids in sequences], a_layer)
         return waiting
 
-    def _start(self, layer: int, buffer: Tensor, after: list[Any]) -> tuple[Loading, dict[str, Tensor]]:
+    def _start(
+        self, layer: int, buffer: Tensor, after: list[Any], meanwhile: Iterator[None] | None = None
+    ) -> tuple[Loading, dict[str, Tensor]]:
         weights = views(buffer, self._tensors[layer], self._dtypes[layer])
-        return self._loader.start(self._tensors[layer], weights, after), weights
+        return self._loader.start(self._tensors[layer], weights, after, meanwhile), weights
 
     def _calls(self, length: int) -> list[tuple[int, int, list[dict[str, Any]]]]:
         """(begin, end, arguments of each layer) of the segments of a sequence."""

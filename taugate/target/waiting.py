@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -22,19 +22,18 @@ class Waiting:
         self._embedded = embedded
         self.hidden: list[Tensor | None] = [None] * count
 
-    def begin(self, lanes: Lanes, lengths: Sequence[int], room: int) -> None:
-        """Embed the first prompts, `room` tokens at most, where prompts wait on the GPU.
+    def embed_ahead(self, lanes: Lanes) -> Iterator[None]:
+        """Embed the prompts, one at each step; none where they wait on the host.
 
-        It is best done while the first layer is on its way: later, its copy stands between two prompts' products.
+        It is for the time in which the first layer is on its way; later a prompt's copy stands between the products of
+        two others.
         """
         import torch
 
-        for place, length in enumerate(() if self.moves else lengths):
-            room -= length
-            if room < 0:
-                return
+        for place in range(0 if self.moves else len(self.hidden)):
             with torch.inference_mode(), lanes.of(place):
                 self.hidden[place] = self._embedded(place)
+            yield
 
     def take(self, place: int) -> Tensor:
         """The states of the prompt at `place`, on the device in the current stream."""
