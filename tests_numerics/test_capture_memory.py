@@ -76,6 +76,15 @@ def test_the_page_tables_of_pinned_files_count():
     assert plan_streaming(plain.total, *asked, tables=100 * MIB).total <= plain.total
 
 
+def test_what_recorded_launches_keep_counts_for_each_lane_that_records():
+    asked = (500 * MIB, 700 * MIB, 100 * MIB, 10 * MIB, 10 * MIB, "the limit")
+    for limit, lanes, kept in ((4000 * MIB, 2, True), (2270 * MIB, 1, True), (2100 * MIB, 1, False)):
+        plain = plan_streaming(limit, *asked)
+        keeping = plan_streaming(limit, *asked, outputs=7 * MIB)
+        assert plain.way == keeping.way == (2, lanes, kept, "gpu")
+        assert keeping.total == plain.total + (7 * MIB * lanes if kept else 0)
+
+
 def test_files_are_pinned_only_where_the_plan_stays_as_fast():
     from functools import partial
 

@@ -161,10 +161,11 @@ def test_segments_are_equal_in_both_engines_and_near_the_whole(name, tmp_path, m
 
 
 def test_segments_cover_a_sequence_and_leave_no_crumb():
+    import torch
     from hypothesis import given, settings
     from hypothesis import strategies as some
 
-    from taugate.target.segments import SEGMENT, SHORTEST, segments
+    from taugate.target.segments import SEGMENT, SHORTEST, joined, segments
 
     assert SEGMENT % SHORTEST == 0, "the chunks of the gated delta rule must not move"
 
@@ -177,6 +178,8 @@ def test_segments_cover_a_sequence_and_leave_no_crumb():
         assert all(begin % 64 == 0 for begin, _ in pieces)
         assert all(end - begin <= size + 63 for begin, end in pieces)
         assert len(pieces) == 1 or min(end - begin for begin, end in pieces) >= SHORTEST
+        states = torch.arange(length).view(1, length, 1)
+        assert torch.equal(joined([states[:, begin:end] for begin, end in pieces]), states)
 
     check()
 

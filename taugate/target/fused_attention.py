@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -17,7 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from triton.language.extra import libdevice
 
 from taugate.target.fused import Fused
-from taugate.target.fused_kernels import FEWEST_ROWS, on_its_device
+from taugate.target.fused_kernels import FEWEST_ROWS, on_gpu, on_its_device
 
 ROTARY = "apply_rotary_pos_emb"
 _HARMLESS = ("position_ids", "cache_position", "use_cache")  # arguments that do not reach the attention itself
@@ -102,7 +101,7 @@ def rotary_wrapper(fused: Fused, own: Callable[..., Any]) -> Callable[..., Any]:
 
     def turned(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **given: Any) -> tuple[Tensor, Tensor]:
         usual = not args and not given and q.shape[0] == 1
-        flat = all(_on_gpu(x) and x.is_contiguous() for x in (cos, sin)) and cos.shape == sin.shape
+        flat = all(on_gpu(x) and x.is_contiguous() for x in (cos, sin)) and cos.shape == sin.shape
         if not (usual and flat and _spaced(q) and _spaced(k)):
             return own(q, k, cos, sin, *args, **given)
         key = (tuple(q.shape), tuple(k.shape), q.stride(), k.stride(), tuple(cos.shape))
@@ -121,7 +120,7 @@ def attention_wrapper(fused: Fused, own: Callable[..., Any], module: Any) -> Cal
         x = hidden_states
         states = [attention_mask, *args, *(value for name, value in given.items() if name not in _HARMLESS)]
         whole = all(state is None for state in states) and x.dim() == 3 and x.shape[0] == 1
-        if not (whole and _on_gpu(x) and x.shape[1] >= FEWEST_ROWS and _gates_heads(self)):
+        if not (whole and on_gpu(x) and x.shape[1] >= FEWEST_ROWS and _gates_heads(self)):
             return own(self, x, position_embeddings, attention_mask, *args, **given)
 
         def there(grouped: bool) -> Tensor:
@@ -157,11 +156,7 @@ def _gates_heads(layer: Any) -> bool:
     )
 
 
-def _on_gpu(x: Tensor) -> bool:
-    return x.is_cuda and x.dtype == torch.bfloat16
-
-
 def _spaced(x: Tensor) -> bool:
     """Whether [1, A, B, N] can be read by the kernels: rows of a power of two, spaced by multiples of 16."""
     even = not x.stride(1) % 16 and not x.stride(2) % 16
-    return _on_gpu(x) and x.stride(-1) == 1 and even and x.shape[-1].bit_count() == 1
+    return on_gpu(x) and x.stride(-1) == 1 and even and x.shape[-1].bit_count() == 1

@@ -92,7 +92,7 @@ def _convolution(fused: Fused, own: Forward) -> Forward:
         packed = given.get("seq_idx") is not None or given.get("cu_seqlens") is not None
         plain = bias is None and activation == "silu" and not packed and x.shape[0] == 1 and x.shape[1] % 16 == 0
         plain = plain and x.shape[2] >= kernels.FEWEST_ROWS
-        if not (plain and _on_gpu(x) and _fits(weight) and weight.shape[1] == 4):
+        if not (plain and kernels.on_gpu(x) and _fits(weight) and weight.shape[1] == 4):
             return own(x, weight, bias, activation=activation, **given)
         key = (tuple(x.shape), x.stride(), tuple(weight.shape))
         return fused.call(
@@ -166,18 +166,14 @@ def _products(x: Tensor, layers: tuple[Any, Any], join: bool) -> tuple[Tensor, T
     return found[..., : len(one)], found[..., len(one) :]
 
 
-def _on_gpu(x: Tensor) -> bool:
-    return x.is_cuda and x.dtype == torch.bfloat16
-
-
 def _fits(x: Tensor) -> bool:
-    return _on_gpu(x) and x.is_contiguous()
+    return kernels.on_gpu(x) and x.is_contiguous()
 
 
 def _rows_fit(x: Tensor) -> bool:
     """Whether the last dimension is whole groups of 128, and its rows are many and evenly spaced by multiples of 16."""
     width = x.shape[-1]
-    if not (_on_gpu(x) and x.dim() >= 2 and x.stride(-1) == 1 and width % 128 == 0 and x.stride(-2) % 16 == 0):
+    if not (kernels.on_gpu(x) and x.dim() >= 2 and x.stride(-1) == 1 and width % 128 == 0 and x.stride(-2) % 16 == 0):
         return False
     expected = x.stride(-2)
     for size, stride in zip(reversed(x.shape[:-1]), reversed(x.stride()[:-1]), strict=True):

@@ -156,6 +156,11 @@ def on_its_device(function: Callable[..., Result]) -> Callable[..., Result]:
     return there
 
 
+def on_gpu(x: Tensor) -> bool:
+    """Whether the kernels can have it: bfloat16 on a GPU."""
+    return x.is_cuda and x.dtype == torch.bfloat16
+
+
 @on_its_device
 def rms_norm(x: Tensor, weight: Tensor, eps: float, order: Order, gate: Tensor | None = None) -> Tensor:
     """The RMS norm of x [..., N] in bfloat16 over its last dimension, a multiple of 128; rows evenly spaced, by a
